@@ -1,4 +1,4 @@
-"""The call: any model and any calibration set go in, one kind of result comes out, and nothing that was given is changed."""
+"""The call: any model and any calibration set go in, one kind of result comes out, and nothing given is changed."""
 
 import copy
 import dataclasses

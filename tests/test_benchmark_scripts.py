@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ take hours: what they import is there, experiments can be run, and records give their pages."""
+"""The scripts in benchmarks/ take hours: their imports are there, experiments can run, and records give their pages."""
 
 import ast
 import importlib
@@ -274,7 +274,7 @@ def test_curves_are_of_rows_that_were_done():
 
 
 def test_the_table_of_large_models_is_what_plans_say():
-    """Plans of two rows are made again; where the estimate has changed, `python benchmarks/large_models.py` and `render.py`."""
+    """Plans of two rows are made again; where estimates changed, `python benchmarks/large_models.py`, `render.py`."""
     large = importlib.import_module("large_models")
     record = json.loads((BENCHMARKS / "results" / "large_models.json").read_text(encoding="utf-8"))
     rows, configs = {row["name"]: row for row in record["rows"]}, large.configs()

@@ -16,7 +16,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Pure functions know no RankfoldError (the pipeline names the block and converts); the self-contained modelling file
 # must not import one; the registry's ValueError and the abstract methods are for programmers.
 BUILTIN = {
-    # What Python asks of a module without the name; an argument that a public function does not have, as Python says it.
+    # What Python asks of a module without the name; an unknown argument of a public function, as Python says it.
     "_utils": {"AttributeError", "TypeError", "kind"},
     "linalg": {"ValueError", "LinAlgError"},
     "calibration": {"IndexError", "ValueError"},  # of a sequence

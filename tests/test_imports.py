@@ -1,4 +1,4 @@
-"""What must not be in the source, and no linter looks for. The layers are a contract of import-linter (pyproject.toml)."""
+"""What must not be in the source and no linter looks for. Import-linter has the layers (pyproject.toml)."""
 
 import ast
 from pathlib import Path

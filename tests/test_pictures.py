@@ -100,7 +100,7 @@ def test_no_answer_is_worth_guessing(pictures):
 
 
 def test_training_and_test_share_no_picture(pictures):
-    """The key forgets noise, pixels of place and order, and nothing else; it falls into the test as often as it should."""
+    """The key forgets noise, pixels of place and order, and nothing else; the test gets its due share."""
     draw = random.Random(8)
     scenes = [pictures.scene(draw) for _ in range(2000)]
     for things in scenes[:100]:

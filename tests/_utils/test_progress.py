@@ -164,7 +164,8 @@ COMMANDS = {
     "evaluate model --text text.txt --max-length 64 --device cpu --json": (
         r"evaluating: \d+ of \d+, .*perplexity \d+\.\d\d",
     ),
-    f"compare model -o grid --methods modegpt:rank_multiple=2 --sparsities 0.2,0.3 --text text.txt --text-length 64 {TEXT}": (
+    "compare model -o grid --methods modegpt:rank_multiple=2 --sparsities 0.2,0.3 "
+    f"--text text.txt --text-length 64 {TEXT}": (
         r"comparing: 1 of 2, .*; compressing: 4 of 4",
         r"comparing: 0 of 2, .*; calibrating: 2 of 4",
     ),

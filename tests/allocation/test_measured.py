@@ -42,7 +42,7 @@ def test_no_choice_that_removes_as_much_costs_less_by_more_than_one_step(seed, s
     assert removed(mine) >= remove
     higher = [[*mine[:i], mine[i] + 8, *mine[i + 1 :]] for i, u in enumerate(units) if mine[i] < u.ranks[-1]]
     assert all(removed(ranks) < remove for ranks in higher)  # no module could have a rank step back
-    # Curves are convex: greedy is optimal for what it removes, at most a step more than wanted, before it gives that back.
+    # Curves are convex: greedy is optimal for what it removes, at most a step too much, before it gives that back.
     step = max(u.sizes[0] for u in units)
     choices = [c for c in itertools.product(*(u.ranks for u in units)) if removed(c) >= remove + step]
     assert cost(mine) <= min(cost(c) for c in choices) * (1 + 1e-9)
@@ -53,8 +53,10 @@ def test_no_choice_that_removes_as_much_costs_less_by_more_than_one_step(seed, s
 @given(st.integers(0, 10**6), st.floats(0.01, 5.0))
 @settings(max_examples=100, deadline=None)
 def test_curves_that_are_not_convex_are_taken_by_their_hull(seed, price):
-    """At every price of a weight each module has one best rank, by looking at all of them: to remove as much as these do,
-    these are the ranks."""
+    """At every price of a weight each module has one best rank, by looking at all of them.
+
+    To remove as much as these do, these are the ranks.
+    """
     draw = random.Random(seed)
     units = [unit(0, "mlp", 64, 6), unit(0, "qk", 48, 4), unit(1, "mlp", 64, 5), unit(1, "qk", 48, 3)]
     costs = {}
@@ -70,7 +72,7 @@ def test_curves_that_are_not_convex_are_taken_by_their_hull(seed, price):
 
 
 def test_what_a_coarse_step_removed_too_much_goes_back_to_the_dearest():
-    """One module has no rank between all and half; two have many. The best of all choices, by hand and by trying them."""
+    """One module has no rank between all and half; two have many. The best of all, by hand and by trying them."""
     units = [
         PrunableModule(0, "mlp", (1, 2), (10, 20)),
         *(PrunableModule(0, m, tuple(range(1, 11)), tuple(range(1, 11))) for m in "ab"),

@@ -106,7 +106,7 @@ def total_shares(units, sparsity: float) -> float:
 @pytest.mark.parametrize("sparsity", [0.2, 0.3, 0.45])
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_one_block_cannot_use_the_next_one_gets(sparsity, order):
-    """Coarse steps: up to every block, what stays is within a step of the share of the blocks so far; no end is favoured."""
+    """Coarse steps: up to every block, what stays is within a step of the blocks' share so far; none is favoured."""
     units = [unit(b, "mlp", 100, 3, 20) for b in range(12)]
     ranks, _ = allocate(units[::order], MoDeGPT(sparsity=sparsity), dense(units))
     for n in range(1, 13):
@@ -115,7 +115,7 @@ def test_what_one_block_cannot_use_the_next_one_gets(sparsity, order):
 
 
 def test_what_is_left_in_the_end_goes_to_the_unit_furthest_below_its_share():
-    """Shares 85, 85 and 51: the first gives its remainder to the second, and the steps of the third are too long for it."""
+    """Shares 85, 85 and 51: the first gives its remainder to the second; steps of the third are too long for it."""
     units = [unit(2, "mlp", 60, 1, 20), unit(1, "mlp", 100, 1, 10), unit(0, "mlp", 100, 1, 10)]
     ranks, _ = allocate(units, MoDeGPT(sparsity=0.15), dense(units))
     assert ranks == {(0, "mlp"): 90, (1, "mlp"): 90, (2, "mlp"): 40}
@@ -129,14 +129,14 @@ def test_furthest_is_measured_in_parts_of_the_unit():
 
 
 def test_where_a_unit_can_go_no_lower_the_others_do():
-    """Heads are rounded up, so the MLPs get less than their share; the second one keeps at least 50, and the first pays."""
+    """Heads are rounded up, so MLPs get less than their share; the second one keeps at least 50, and the first pays."""
     units = [unit(b, "qk", 60, 1, 20) for b in (0, 1)] + [unit(0, "mlp", 60, 1, 10), unit(1, "mlp", 60, 1, 50)]
     ranks, _ = allocate(units, MoDeGPT(sparsity=97 / 240), dense(units))
     assert ranks == {(0, "qk"): 40, (1, "qk"): 40, (0, "mlp"): 10, (1, "mlp"): 50}
 
 
 def test_the_module_with_the_finest_steps_makes_up_for_the_others():
-    """Heads in steps of a quarter are rounded to the nearest; all they gain or lose is the MLP's, in every block alike."""
+    """Heads in steps of a quarter are rounded to the nearest; what they gain or lose is the MLP's, in every block."""
     for sparsity, heads in ((0.2, 24), (0.35, 24), (0.4, 16)):
         units = model(6, hidden=960)
         ranks, _ = allocate(units, MoDeGPT(sparsity=sparsity), dense(units))
@@ -148,7 +148,7 @@ def test_the_module_with_the_finest_steps_makes_up_for_the_others():
 
 
 def test_protected_blocks_and_weights_elsewhere_raise_the_sparsity_of_all_modules_alike():
-    """0.2 of a model with as much outside of the blocks, one block of four protected: 0.2 * 2 / (3 / 4) of the others."""
+    """0.2 of a model with as much outside of the blocks, one block of four protected: 0.2 * 2 / (3 / 4) of the rest."""
     units = model(4, multiple=1, hidden=960)
     ranks, _ = allocate(units, MoDeGPT(sparsity=0.2, exclude_blocks=(0,)), 2 * dense(units))
     shares = {ranks[b, m] / u.ranks[-1] for u in units[3:] for b, m in [(u.block, u.module)]}

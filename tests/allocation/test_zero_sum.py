@@ -43,8 +43,8 @@ def test_the_rule_by_hand():
     a = PrunableModule(0, "q", (1, 4), (8, 16))
     b = PrunableModule(0, "o", (1, 2), (6, 8))
     changes = {a.key: [9.0, -0.5, 2.0, 1.0], b.key: [5.0, 1.5]}
-    # Sum 0: of the rising ones q's last (1) is smaller than o's (1.5). Sum 1: none falls, so 1.5. Sum 2.5: q's next is 2; o has
-    # no more to give. Sum 4.5: q's -0.5, and q is at rank 1.
+    # Sum 0: of the rising ones q's last (1) is smaller than o's (1.5). Sum 1: none falls, so 1.5. Sum 2.5: q's next is
+    # 2; o has no more to give. Sum 4.5: q's -0.5, and q is at rank 1.
     ranks, facts = ZeroSum().allocate(share(9, a, b), changes)
     assert ranks == {a.key: 1, b.key: 1} and facts == {"expected_loss_change": 4.0}
     # Two are saved with o's alone.

@@ -7,8 +7,8 @@ import rankfold
 from families import CONFIGS, opened, some_ids, tiny_model
 from rankfold import CalibrationData
 
-# What ends each half of a block, by the stock model's own names. "added": the output is added to the stream; "stream": it is
-# the stream; "behind": the stream enters it. Parallel blocks: both halves are added to the block's input.
+# What ends each half of a block, by the stock model's own names. "added": the output is added to the stream; "stream":
+# it is the stream; "behind": the stream enters it. Parallel blocks: both halves are added to the block's input.
 LLAMA = ("self_attn", "added"), None
 SANDWICH = ("post_attention_layernorm", "added"), None  # these normalise what attention adds
 SCALED = ("post_attention_layernorm", "behind"), None

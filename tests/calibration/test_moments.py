@@ -142,7 +142,7 @@ def test_the_precision_of_products_elsewhere_is_left_alone(fails):
 
 
 def test_devices_that_multiply_half_precision_into_fp32_are_given_half_precision(monkeypatch):
-    """A stand-in for the accelerator's product, which PyTorch has on CUDA only: nothing is cast before it, fp32 comes out."""
+    """A stand-in for the accelerator's product, on CUDA only: nothing is cast before it, and fp32 comes out."""
     called = []
 
     def widening(a, b, *, out_dtype):

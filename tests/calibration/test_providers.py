@@ -58,7 +58,7 @@ def test_one_pass_gives_moments_as_a_store_would(sequential):
 
 
 def test_two_streams_run_side_by_side():
-    """The dense one through the dense block, the other through what stands in its place; measured before the latter moves."""
+    """The dense one through the dense block, the other through its substitute; measured before the latter moves."""
     source = opened("llama")
     small, dense = moved(source), moved(source)
     both = HiddenStates(small, dense)

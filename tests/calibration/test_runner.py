@@ -139,7 +139,7 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
 
 @pytest.mark.parametrize("family", ["llama", "opt", "phi"])
 def test_the_stream_is_measured_as_a_norm_without_scale_leaves_it(family, monkeypatch):
-    """Before the block, between its halves, and after it; by LayerNorms about the mean of a token. In several batches."""
+    """Before the block, between its halves, and after it; by LayerNorms about the mean of a token. In batches."""
     monkeypatch.setattr(runner, "BATCH_TOKENS", 32)
     source = opened(family)
     view, stream = source.block(1), start(source, some_ids(6, 16), autocast=None)
@@ -198,9 +198,10 @@ def test_samples_are_spread_over_all_tokens(kept, stride, monkeypatch):
     ],
 )
 def test_batches_grow_with_the_memory_of_an_accelerator_whatever_is_free_of_it(family, total, tokens, monkeypatch):
-    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token; experts count as F = 4 D.
+    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token; experts have F = 4 D.
 
-    With other batches sums have other bytes, so what another program has taken may not matter; identities have the batch.
+    With other batches sums have other bytes, so what another program has taken may not matter.
+    Identities have the batch.
     """
     source = opened(family)
     assert runner.batch_tokens(source) == runner.BATCH_TOKENS

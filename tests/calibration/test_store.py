@@ -214,7 +214,8 @@ def test_a_damaged_block_is_named(folder, damage, caplog):
     same(store[0], block(0))
     with pytest.raises(
         CheckpointError,
-        match=r"block-00001\.safetensors is missing or damaged \(.*\); the same `rankfold calibrate` again measures it anew",
+        match=r"block-00001\.safetensors is missing or damaged \(.*\); the same `rankfold calibrate` again measures it "
+        r"anew",
     ):
         store[1]
     assert store.missing(2) == {1}

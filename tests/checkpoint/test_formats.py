@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats load: the folders in ``format_1`` were written by the code of that format, logits included."""
+"""Checkpoints of earlier formats load: the code of that format wrote the folders in ``format_1``, logits included."""
 
 import json
 import shutil

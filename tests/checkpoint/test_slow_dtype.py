@@ -1,4 +1,4 @@
-"""A model stored in a 16-bit float is slow on a processor without instructions for it, and the command says what to do."""
+"""A model in a 16-bit float is slow on a processor without instructions for it, and the command says what to do."""
 
 import pytest
 

@@ -10,7 +10,10 @@ from rankfold.methods import NarrowingMethod, method_class, method_names
 
 
 def test_names_and_options_come_apart_at_commas():
-    text = "rankfold,modegpt:selection=leverage,selection_qk=norm,gqa=paper,latentllm:joint=qk+vo,rounds=2,svd:mode=sequential"
+    text = (
+        "rankfold,modegpt:selection=leverage,selection_qk=norm,gqa=paper,"
+        "latentllm:joint=qk+vo,rounds=2,svd:mode=sequential"
+    )
     assert parse_forms(text) == [
         Form("rankfold"),
         Form("modegpt", {"selection": "leverage", "selection_qk": "norm", "gqa": "paper"}),
@@ -21,7 +24,8 @@ def test_names_and_options_come_apart_at_commas():
 
 def test_options_of_every_method_are_taken_with_their_types():
     (form,) = parse_forms(
-        "modegpt:modules=mlp+qk,exclude_blocks=0+-1,allocation=owl:threshold=3+spread=0.1,rank_multiple=2,bias_refit=false,ridge=1e-3"
+        "modegpt:modules=mlp+qk,exclude_blocks=0+-1,allocation=owl:threshold=3+spread=0.1,"
+        "rank_multiple=2,bias_refit=false,ridge=1e-3"
     )
     assert form.options == {
         "modules": ("mlp", "qk"),

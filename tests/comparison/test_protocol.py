@@ -19,8 +19,8 @@ from saved import save_text, save_tiny
 
 ARENA = read_protocol("lowrankarena")
 SEVEN = ARENA.means["MCQ mean"]
-# Rows of the table of Llama-1-7B in the README of Zishan-Shao/lowrankarena, commit 04ce4b6: the two perplexities, the seven
-# tasks, MathQA and MMLU math, and what it sums them up to.
+# Rows of the table of Llama-1-7B in the README of Zishan-Shao/lowrankarena, commit 04ce4b6: the two perplexities, the
+# seven tasks, MathQA and MMLU math, and what it sums them up to.
 PUBLISHED = {
     "dense": (5.67, 7.20, (0.737, 0.726, 0.445, 0.693, 0.786, 0.749, 0.408), 0.261, 0.278, 1.0),
     "asvd": (8.60, 11.04, (0.743, 0.628, 0.388, 0.669, 0.750, 0.696, 0.392), 0.241, 0.211, 0.787),

@@ -1,4 +1,4 @@
-"""Budgets count what the finished model has: bytes on disk, multiply-accumulates of a forward, time by a clock of one's own."""
+"""Budgets count what the finished model has: bytes on disk, multiply-accumulates of a forward, time by a clock."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The plan's estimate of memory against what PyTorch's allocator counts, for every method, where moments are most of it.
+"""The plan's estimate of memory against what PyTorch's allocator counts, for every method, where moments dominate.
 
 What is done a few hundred rows at a time is done in fewer here, as on models so much wider; held-out samples are there.
 """

@@ -106,8 +106,8 @@ def test_dialogues_are_in_the_models_own_format_on_every_day(source):
 
 def test_a_template_that_takes_lists_of_contents_is_given_these(source):
     source.tokenizer.chat_template = (
-        "{% for m in messages %}{% for c in m.content | selectattr('type', 'equalto', 'text') %}{{ c.text }}{% endfor %}"
-        "{% endfor %}"
+        "{% for m in messages %}{% for c in m.content | selectattr('type', 'equalto', 'text') %}{{ c.text }}{% endfor "
+        "%}{% endfor %}"
     )
     assert load_probes(source).dialogue == TEMPLATE
     source.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{% endfor %}"

@@ -19,9 +19,9 @@ from rankfold.compression.validate_spec import validate_spec, validated
 from rankfold.errors import UnsupportedModelError
 
 KNOWN = {a.model_type: a for a in known_architectures()}
-# Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside of their layers.
+# Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside layers.
 UNREADABLE = {"opt", "opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm", "falcon-sequential"}
-# Of what a spec says, what does not show in numbers: names of rates and of a field, and norms that this model does not have.
+# Of what a spec says, what does not show in numbers: names of rates and of a field, and norms that this model lacks.
 FREE = {"dropout", "output_dropout", "qk_norm", "norm_offset", "width", "longrope"}
 
 

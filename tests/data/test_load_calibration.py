@@ -255,7 +255,10 @@ MASK = torch.ones(4, 24)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([GOOD | {"attention_mask": MASK.index_fill(1, torch.tensor(5), 0)}], "attention_mask leaves out tokens between"),
+        (
+            [GOOD | {"attention_mask": MASK.index_fill(1, torch.tensor(5), 0)}],
+            "attention_mask leaves out tokens between",
+        ),
         ([GOOD | {"attention_mask": MASK[:2]}], "attention_mask has 2 rows and input_ids 4; give a mask for each"),
         ([GOOD | {"attention_mask": MASK[:, :9]}], "attention_mask has 9 entries for 24 tokens; give one for each"),
         ([GOOD | {"attention_mask": MASK[:, None, None]}], r"attention_mask must be .* got shape \[4, 1"),
@@ -274,7 +277,10 @@ MASK = torch.ones(4, 24)
         ([{"body": "x"}], "list, row 0 has no text column 'text'; the row has: body .use text_column."),
         ([{"text": 3}], "row 0: column 'text' holds int, not text"),
         ([{"text": "a b"}, 3], "row 1 has no text column 'text'; the row is a int"),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}), "choose one of its splits: train"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
+            "choose one of its splits: train",
+        ),
         (torch.zeros(2, 3, 8, 8), "takes token ids, got images; calibrate on text"),
         (7, "calibration data is the name of a text, .*; got int$"),
         ({"a", "b"}, "; got set$"),

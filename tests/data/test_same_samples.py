@@ -15,8 +15,8 @@ import torch
 from rankfold.data.load import load_calibration
 
 WORDS = [
-    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "über", "naïve", "日本",
-    "\u2028", "end.",
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "über", "naïve",
+    "日本", "\u2028", "end.",
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
-"""Windows of an encoder are whole texts: they stand between the special tokens that its tokenizer puts around one. Those of a
-decoder begin anywhere, unless it is lost without its start token."""
+"""Windows of an encoder are whole texts: they stand between the special tokens that its tokenizer puts around one.
+
+Those of a decoder begin anywhere, unless it is lost without its start token.
+"""
 
 from pathlib import Path
 

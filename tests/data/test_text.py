@@ -243,7 +243,8 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
         ('["a"]\n', "line 1 has no text column 'text'; the row is a list, not an object"),
         (
             "",
-            r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, languages, ptb, wikitext2",
+            r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, languages, ptb, "
+            r"wikitext2",
         ),
     ],
 )
@@ -282,7 +283,8 @@ def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"no text at .*expected alpaca, c4, languages, ptb, wikitext2, pydoc, .*, self, or a \.txt/\.jsonl/\.json/\.csv",
+        match=r"no text at .*expected alpaca, c4, languages, ptb, wikitext2, pydoc, .*, self, "
+        r"or a \.txt/\.jsonl/\.json/\.csv",
     ):
         read_text(name)
 

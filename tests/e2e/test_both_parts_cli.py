@@ -82,7 +82,8 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place, small):
 def test_a_calibration_for_each(run, place):
     """Text and a folder of images; the command on the card names both."""
     code, out, err = run(
-        f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --max-length 64 --json"
+        f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --max-length 64 "
+        "--json"
     )
     assert code == 0, err
     found = json.loads(out)["components"]
@@ -182,7 +183,8 @@ def test_a_projector_is_a_part_too(run, place):
         ),
         (
             "language=0.3",
-            "--components takes two components or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
+            "--components takes two components or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; "
+            "for one of them give",
         ),
         ("language=0.3,language=0.2", "--components names 'language' more than once; name it once"),
         (

@@ -222,13 +222,15 @@ def test_calibrate_once_then_plan_and_compress_many(place, run):
     code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
     assert code in (0, None), err
     code, out, _ = run(
-        "plan model --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu --json -o plan.json"
+        "plan model --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu "
+        "--json -o plan.json"
     )
     plan = json.loads(out)
     assert plan == json.loads((place / "plan.json").read_text())
     assert all(m["relative_error"] is not None for m in plan["modules"])
     code, out, err = run(
-        "compress model -o from-moments --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu --json"
+        "compress model -o from-moments --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 "
+        "--device cpu --json"
     )
     assert code in (0, None), err
     assert json.loads(out)["removed_weights"] == plan["removed_weights"]
@@ -538,7 +540,10 @@ def test_compare_writes_a_report_and_says_what_failed(run, place, monkeypatch):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
     from undrawn import draw_only
 
-    line = f"compare model --methods modegpt:rank_multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
+    line = (
+        "compare model --methods modegpt:rank_multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 "
+        f"{CALIBRATION} -o compared "
+    )
     line += "--text text.txt --text-length 32 --limit 2"
     with monkeypatch.context() as patch:
         draw_only(patch)

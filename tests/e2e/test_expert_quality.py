@@ -1,7 +1,6 @@
-"""What compressing experts costs a mixture that has learnt something, on text it has not seen; and that it costs more when
-their moments are told wrong.
+"""What compressing experts costs a mixture that has learnt something, on text it has not seen.
 
-Bounds are about twice what was measured, as in test_quality.py.
+It costs more when their moments are told wrong. Bounds are about twice what was measured, as in test_quality.py.
 """
 
 import os

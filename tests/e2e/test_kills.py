@@ -25,8 +25,8 @@ RUNS = {
     "one-pass, influence": (MoDeGPT, {"allocation": "influence"}, {"mode": "one-pass"}),
     "two of four": (SparseGPT, {"sparsity": 0.5}, {}),
 }
-# Kinds of which `make test` kills at every second state. The others are in the matrix, and so is "one-pass", which writes
-# nothing that the two others of one pass do not write.
+# Kinds of which `make test` kills at every second state. The others are in the matrix, and so is "one-pass", which
+# writes nothing that the two others of one pass do not write.
 HALVED = ("default", "gradient", "one-pass, influence", "two of four")
 KILLS = [
     ("sequential", 1, 0),
@@ -56,8 +56,8 @@ def comparable(state: State) -> State:
 def check_all_kills(tmp_path, monkeypatch, work, every: int = 1, first: int = 0, is_short: bool = False) -> None:
     """``work(output)`` after every kill of it, or every so many of them from one on, gives what it gives without.
 
-    Where the output has its name already the work is done, and doing it again may be refused. ``is_short``: not every state
-    of temporary files.
+    Where the output has its name already the work is done, and doing it again may be refused. ``is_short``: not every
+    state of temporary files.
     """
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # slow, and no test can cut the power
     (tmp_path / "whole").mkdir()

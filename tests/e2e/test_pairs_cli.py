@@ -1,4 +1,4 @@
-"""A model of images and text on the command line, in this process: from a file of examples to a checkpoint that sees."""
+"""A model of images and text on the command line, in this process: from a file of examples to a checkpoint."""
 
 import json
 import re

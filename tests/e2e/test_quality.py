@@ -1,7 +1,7 @@
-"""What compression costs a model that has learnt something, on text it has not seen; and that it costs much more when the
-method is told the wrong thing.
+"""What compression costs a model that has learnt something, on text it has not seen.
 
-Bounds are about twice what was measured: a defect costs more than that, another processor's rounding less.
+It costs much more when the method is told the wrong thing. Bounds are about twice what was measured: a defect costs
+more than that, another processor's rounding less.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the README and the first pages of the docs show is run: Python and commands, with a tiny local model and text."""
+"""Run what the README and the first pages of the docs show: Python and commands, with a tiny local model and text."""
 
 import io
 import re
@@ -61,8 +61,8 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "--calibration wikitext2 --num-samples 32 --max-length 1024": f"--calibration text.txt {SMALL}",
     "rankfold,modegpt,slicegpt --sparsities 0.1,0.3": "modegpt,slicegpt --sparsities 0.3",
     "--recover 15min": "--recover 1s",
-    "--protocol lowrankarena --methods rankfold,modegpt,svd-llm": "--protocol lowrankarena --methods svd:rank_multiple=1 "
-    f"--sparsities 0.2 --calibration text.txt --text text.txt {SMALL}",
+    "--protocol lowrankarena --methods rankfold,modegpt,svd-llm": "--protocol lowrankarena --methods "
+    f"svd:rank_multiple=1 --sparsities 0.2 --calibration text.txt --text text.txt {SMALL}",
     "--device cuda": "--device cpu",
     "0.3 --target": "0.2 --target",  # the tiny MLP has few widths that a target takes
     "200MB": "150kB",

@@ -149,7 +149,8 @@ def test_a_failed_run_goes_on_and_is_never_replaced(tmp_path, monkeypatch, at, e
     before = read_state(tmp_path / "out.partial")
     with pytest.raises(
         CheckpointError,
-        match=r"out\.partial is an unfinished run of another configuration \(its options\.sparsity is 0\.3, not 0\.2\); repeat "
+        match=r"out\.partial is an unfinished run of another configuration \(its options\.sparsity is 0\.3, "
+        r"not 0\.2\); repeat "
         "that one to go on with it, remove the folder to start anew, or choose another output$",
     ):
         rankfold.compress(source, method=other, calibration=tokens, output=tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What an export leaves of the saving is said by `compress` and `export`, with the options that keep it and what they cost."""
+"""What an export leaves of the saving is said by `compress` and `export`, with the options that keep it at a cost."""
 
 import json
 import re
@@ -59,8 +59,8 @@ def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
     (line,) = (line for line in out.splitlines() if line.startswith("export --format"))
     assert re.fullmatch(
         r"export --format stock pads it to [\d,]+ parameters: \d+% of the saving is left; compress with `--allocation "
-        r"uniform --target stock` to keep all of it, at an expected divergence from the dense model of [\d.]+ nats a token "
-        r"in place of [\d.]+",
+        r"uniform --target stock` to keep all of it, at an expected divergence from the dense model of [\d.]+ nats a "
+        r"token in place of [\d.]+",
         line,
     )
     exported = json.loads(run("export small -o stock --json")[1])

@@ -102,8 +102,8 @@ def test_whatever_the_form(place, family, zero, option):
 def test_a_block_that_always_says_the_same_has_an_error_of_rounding(place, option, monkeypatch):
     """The output does not vary, so an error relative to how much it varies would be infinite.
 
-    Forwards are in bf16 on every machine: fp32 sums of such numbers are exact. Those of fp32 numbers are not, and an error
-    relative to what their rounding leaves of the variance is any number.
+    Forwards are in bf16 on every machine: fp32 sums of such numbers are exact. Those of fp32 numbers are not, and an
+    error relative to what their rounding leaves of the variance is any number.
     """
     monkeypatch.setattr("rankfold.models.devices.multiplies_bf16_fast", lambda: True)
 

@@ -1,4 +1,4 @@
-"""A conversation: what the model is given in each turn, what is streamed, what a full context drops, and what Ctrl-C ends."""
+"""A conversation: what the model is given, what is streamed, what a full context drops, and what Ctrl-C ends."""
 
 import pytest
 import torch

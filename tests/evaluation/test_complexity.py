@@ -1,4 +1,4 @@
-"""Multiply-accumulates: PyTorch's counter against the closed formula, the formula against numbers written out by hand."""
+"""Multiply-accumulates: PyTorch's counter against the closed formula, which is checked by numbers written out."""
 
 import pytest
 import torch

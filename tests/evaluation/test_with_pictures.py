@@ -1,4 +1,4 @@
-"""ScienceQA asked with its pictures: the prompt, how an answer is read, and that each question meets its own picture."""
+"""ScienceQA asked with its pictures: the prompt, how an answer is read, and that questions meet their own pictures."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every family's compressed model as a stock model: read by transformers alone, the same logits, as narrow as can be."""
+"""Every family's compressed model as a stock model: read by transformers alone, same logits, as narrow as can be."""
 
 import json
 

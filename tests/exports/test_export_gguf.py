@@ -133,7 +133,7 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
 def test_heads_that_turn_by_the_same_pairs_are_narrow_and_their_frequencies_are_written(scaling, tmp_path):
-    """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the frequencies of the dense model."""
+    """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the dense frequencies."""
     options = {} if scaling is None else {"rope_parameters": scaling}
     small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, head_dim=6), **options)
     result = rankfold.export(small, tmp_path / "x.gguf", "gguf-deci")

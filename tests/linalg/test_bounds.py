@@ -20,7 +20,7 @@ def is_tight(found: float, exact: float) -> bool:
 
 
 def quiet(F: int, units: int, loudness: float):
-    """Activations of which the first ``units`` are so much quieter than the others that their leverage sums to less than 1."""
+    """Activations whose first ``units`` are so much quieter than the others that their leverage sums to under 1."""
     g = torch.Generator().manual_seed(F)
     a = torch.randn(2 * F, F, generator=g, dtype=F64)
     a[:, :units] *= loudness

@@ -239,7 +239,7 @@ def test_proposition_2_holds_for_pairs_ranked_by_the_sum_of_their_scores(seed, h
 
 
 def test_blocks_choose_together_by_their_relative_errors():
-    """Two blocks of scores of very different size, two heads each: against the raw products of every choice of pairs."""
+    """Two blocks of scores of very different size, two heads each, against the raw products of all choices of pairs."""
     generator, sizes = torch.Generator().manual_seed(3), torch.tensor([[1.0, 1, 3, 1], [90, 60, 30, 30]]).repeat(1, 2)
     blocks = [
         size * torch.randn(2, 2, 20, 8, generator=generator, dtype=F64) for size in sizes

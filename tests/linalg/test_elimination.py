@@ -45,7 +45,7 @@ def relative(p: MLP, keep) -> float:
 
 
 def massive(groups: int = 3, quiet: int = 18, tokens: int = 400, seed: int = 0) -> MLP:
-    """What Qwen2.5 does: a few units fire together, a thousand times as loud as the rest, on the first token of a window.
+    """What Qwen2.5 does: a few units fire together, a thousand times as loud as the rest, on the first token.
 
     Each is nearly a multiple of the others, so each of them alone could be spared, but not all.
     """

@@ -48,7 +48,7 @@ def test_loss_never_rises(seed, kind, ranks, weights, ridge):
 
 
 def test_only_the_ratio_of_alpha_and_beta_counts_in_the_first_round():
-    """What a truncated SVD leaves is orthogonal to its range, so the first Eq. 228 gives ``relu(Z)`` whatever gamma is."""
+    """The rest of a truncated SVD is orthogonal to its range, so the first Eq. 228 gives ``relu(Z)`` for any gamma."""
     mlp, X = setup()
 
     def small(rounds: int, *weights: float):

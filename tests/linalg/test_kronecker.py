@@ -1,4 +1,4 @@
-"""Removing rows and columns under a Kronecker-factored Fisher: against the dense product and constrained least squares."""
+"""Removing rows and columns under a Kronecker-factored Fisher, against dense products and constrained least squares."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def quadratic(change: Tensor, G: Tensor, A: Tensor) -> float:
 
 
 def cheapest(W: Tensor, G: Tensor, A: Tensor, rows: Tensor) -> Tensor:
-    """The change that takes these rows to zero and costs least: the optimality conditions of the dense problem, solved."""
+    """The change that takes these rows to zero and costs least, by the optimality conditions of the dense problem."""
     F = torch.kron(G, A)
     fixed = (rows[:, None] * N + torch.arange(N)).flatten()
     pick = torch.eye(O * N, dtype=torch.float64)[fixed]

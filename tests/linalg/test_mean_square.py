@@ -19,7 +19,7 @@ def moment(x: Tensor) -> Tensor:
 
 
 def by_every_support(A: Tensor, b: Tensor) -> Tensor:
-    """``x >= 0`` with the least ``|A x - b|``: the best of the free fits on each set of columns that are non-negative."""
+    """``x >= 0`` with the least ``|A x - b|``: the best of the free fits on sets of columns that are non-negative."""
     best, least = torch.zeros(A.shape[1], dtype=A.dtype), b.square().sum()
     for size in range(1, A.shape[1] + 1):
         for chosen in itertools.combinations(range(A.shape[1]), size):

@@ -1,4 +1,4 @@
-"""Factors refined under quantisation, whichever entries are stored, against a dense least-squares solver. CPU, no network."""
+"""Factors refined under quantisation, whichever entries are stored, against a dense least-squares solver."""
 
 import pytest
 import torch

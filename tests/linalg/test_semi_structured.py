@@ -20,7 +20,7 @@ def in_fours(x: Tensor) -> Tensor:
 
 
 def dense_surgery(W: Tensor, C: Tensor) -> Tensor:
-    """One weight after the other: what goes is spread over the columns to its right by an inverse made anew each time."""
+    """One weight after the other: what goes is spread over the columns to its right by an inverse made anew."""
     W, N = W.double().clone(), W.shape[1]
     H = C.double() + RIDGE * C.double().diagonal().mean() * torch.eye(N, dtype=torch.float64)
     inverses = [torch.linalg.inv(H[j:, j:]) for j in range(N)]

@@ -61,7 +61,7 @@ def seen(model: nn.Module, last: tuple[str, ...]) -> dict[str, tuple[nn.Module, 
 
 
 def regressed(X: Tensor, Y: Tensor, rank: int, *, centred: bool) -> Tensor:
-    """Return the outputs ``(n, O)`` of the best layer of a rank: least squares, then the components of what it predicts."""
+    """Return the outputs ``(n, O)`` of the best layer of a rank: least squares, then components of its prediction."""
     means = (X.mean(0), Y.mean(0)) if centred else (0.0, 0.0)
     X, Y = X - means[0], Y - means[1]
     predicted = (

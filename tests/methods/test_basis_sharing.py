@@ -64,7 +64,7 @@ def weight(module: nn.Module) -> np.ndarray:
 
 
 def root(model: nn.Module, group: range, name: str, *, centred: bool) -> np.ndarray:
-    """Return ``S`` (N, N) symmetric, ``S S`` the mean second moment of the inputs of a group, about each block's own mean."""
+    """Return ``S`` (N, N) symmetric, ``S S`` the mean second moment of a group's inputs, about each block's mean."""
     found = []
     for block in group:
         X = inputs(model, block, name)

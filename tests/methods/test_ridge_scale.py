@@ -1,4 +1,4 @@
-"""An absolute ridge is lambda on the sum over calibration tokens: the paper's leverage scores, whatever their number."""
+"""An absolute ridge is lambda on the sum over calibration tokens: the paper's leverage scores, for any number."""
 
 import pytest
 import torch

@@ -75,7 +75,10 @@ def test_the_way_to_a_dense_model_that_is_said_leads_there(tmp_path, method):
     ):
         rankfold.load(folder, device="cpu")
     configure(folder, quantization_config={"quant_method": method, **fields})
-    said = rf"quantised \({method}\); .*quantization_config={config.__name__}\(dequantize=True\).*save_original_format=False"
+    said = (
+        rf"quantised \({method}\); .*quantization_config={config.__name__}\(dequantize=True\)"
+        r".*save_original_format=False"
+    )
     with pytest.raises(UnsupportedModelError, match=said):
         rankfold.open_model(folder, device="cpu")
 

@@ -1,4 +1,4 @@
-"""A GGUF file is de-quantised to fp32 and written in bf16 unless another dtype is asked for; the plan has the bytes of both."""
+"""A GGUF file is de-quantised to fp32 and written in bf16 unless a dtype is asked for; the plan has bytes of both."""
 
 import json
 import logging
@@ -107,7 +107,10 @@ def test_a_run_goes_on_with_the_dtype_it_began_with(place, tmp_path, monkeypatch
 
 def test_the_plan_says_bytes_on_disk_before_and_after(place, monkeypatch, capsys, caplog):
     monkeypatch.chdir(place)
-    line = "compress tiny.gguf -o small --calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu"
+    line = (
+        "compress tiny.gguf -o small --calibration text.txt --num-samples 4 --max-length 32 "
+        "--rank-multiple 2 --device cpu"
+    )
     monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
     with caplog.at_level(logging.INFO, "rankfold"), pytest.raises(SystemExit) as stop:
         main()

@@ -1,4 +1,4 @@
-"""`auto` is the dtype in which transformers' ``dtype="auto"`` holds a checkpoint: its config's, or else its first tensor's."""
+"""`auto` is the dtype that transformers' ``dtype="auto"`` gives a checkpoint: its config's, or its first tensor's."""
 
 import json
 import shutil

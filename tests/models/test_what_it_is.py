@@ -1,4 +1,4 @@
-"""What a folder or file is, is decided once: of each thing that is no readable model all commands and the API say the same."""
+"""What a folder or file is, is decided once: of no readable model all commands and the API say the same."""
 
 import json
 import re
@@ -139,7 +139,8 @@ FOLDERS = {  # name -> what is done to a copy of a model, and what is said
     ),
     "adapter-alone": (
         lambda folder: (adapter(folder), alone()(folder)),
-        r"is an adapter of owner/base without a model; merge it with peft \(model = PeftModel.from_pretrained\(base, ad",
+        r"is an adapter of owner/base without a model; merge it with peft \(model = PeftModel."
+        r"from_pretrained\(base, ad",
     ),
     "pointer-weights": (
         pointer("model.safetensors"),

@@ -89,7 +89,7 @@ def assert_alike(found: Path, expected: Path, *, routed: bool = False) -> None:
     """Losses on held-out text at every score to 1e-4 nats, and the weights.
 
     Args:
-        routed: a router chooses one expert a token, so that what is near a tie may go elsewhere: losses to 2e-3 nats alone.
+        routed: a router chooses one expert a token, so that near ties may go elsewhere: losses to 2e-3 nats alone.
     """
     theirs, mine = facts_of(expected), facts_of(found)
     assert [mine[key] for key in ("recovered", "tokens_seen")] == [theirs[key] for key in ("recovered", "tokens_seen")]
