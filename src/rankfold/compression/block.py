@@ -70,13 +70,17 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
             for result in made.values():
                 for module, error in result.errors.items():
                     result.reports[module]["held_out_error"] = error(found)
-    parts = (present(sent_by(owner, made.get(n))) for n, owner in enumerate(owners))
+    # What all processes have made of the same numbers is not sent again.
+    parts = (
+        made[n] if piece.is_shared else present(sent_by(owner, made.get(n)))
+        for n, (piece, owner) in enumerate(zip(pieces, owners, strict=True))
+    )
     return functools.reduce(_added, parts, BlockResult({}, {}, {}))
 
 
 def _owners(context: RunContext, view: BlockView, pieces: Sequence[CompressionStep]) -> list[int]:
-    """Return the process that decomposes each piece, or whose result counts; the first one where it alone has what the
-    method reads."""
+    """Return the process that has the moments of each piece and decomposes it, or sends them to all; the first one where
+    it alone has what the method reads."""
     method, turn = context.method, itertools.count()
     is_dealt = context.provider.is_measured and not method.gradients(view) and not method.shared(view)
     return [next(turn) % process_count() if is_dealt and not piece.is_shared else 0 for piece in pieces]

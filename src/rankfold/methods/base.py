@@ -53,7 +53,8 @@ class CompressionStep(NamedTuple):
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
     # The same step in pieces, which are dealt to several processes: no two read the same statistic.
     pieces: tuple["CompressionStep", ...] = ()
-    # Of a piece: all processes run it, on the same moments, and share what is in it (:func:`rankfold._utils.processes.dealt`).
+    # Of a piece: all processes run it, on the same moments, and share what it computes
+    # (:func:`rankfold._utils.processes.dealt`). The rest of it only copies tensors, so that all come to the same bytes.
     # Only such a piece may read held-out samples.
     is_shared: bool = False
 
