@@ -249,7 +249,9 @@ def test_pieces_of_a_step_are_dealt_where_every_process_can_have_their_moments(m
         ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)}
         (step,) = method.stages(view, ranks)
         assert [piece.statistics for piece in step.pieces] == expected
-        assert [piece.is_shared for piece in step.pieces] == [piece.statistics == STATISTICS for piece in step.pieces]
+        assert [bool(piece.shared) for piece in step.pieces] == [
+            piece.statistics == STATISTICS for piece in step.pieces
+        ]
         for provider, owners in cases:
             assert _owners(RunContext(source, method, provider, None, None, {}), view, step.pieces) == owners
 
