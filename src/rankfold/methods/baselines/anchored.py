@@ -34,6 +34,7 @@ class AASVD(SVDLLM):
     name: ClassVar[str] = "aa-svd"
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     workspace: ClassVar[tuple[float, float]] = (3.0, 4.0)  # a damped moment, its factor, and what was shifted
+    holds_dense: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride,reportIncompatibleVariableOverride]
 
     def __post_init__(self):
