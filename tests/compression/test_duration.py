@@ -86,6 +86,22 @@ def test_a_search_for_blocks_predicts_the_text_without_each(plain_rates):
     assert found == TOKENS * (BLOCKS**2 / 2 + BLOCKS * 0.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("modegpt", {"experts"}), ("latentllm", {"experts_up", "experts_down"}), ("reap", {"expert_count"})],
+)
+def test_accelerators_share_the_linear_algebra_of_experts_and_no_other(name, experts):
+    method = make_method(name, sparsity=0.3, **({} if name == "reap" else {"rank_multiple": 2}))
+    source = opened("mixtral")
+    plan = rankfold.plan(source, method=method)
+    one, four = (duration._work(source, method, plan, count) for count in (1, 4))
+    theirs = Work()
+    for index in range(BLOCKS):
+        ranks = {module: rank for module, rank in plan.ranks(index).items() if module in experts}
+        theirs += method.work(source.meta_block(index), ranks)
+    assert theirs and times(theirs, 3 / 4) == pytest.approx(one - four)
+
+
 def test_the_time_of_an_unknown_mode_is_refused():
     source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
     with pytest.raises(OptionError, match="mode must be sequential or one-pass, got 'turbo'"):

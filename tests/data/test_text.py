@@ -126,7 +126,7 @@ def test_the_standard_library_is_source_code_without_tests():
 
 
 def test_a_mixture_is_no_single_text():
-    with pytest.raises(DataError, match="'mixture' is several texts .* name one of wikitext2, c4, python-source"):
+    with pytest.raises(DataError, match="'mixture' is several texts .* name one of alpaca, c4, languages"):
         read_text("mixture")
 
 
@@ -183,6 +183,16 @@ def test_all_languages_have_one_shard(hub):
     for language, pattern in zip(LANGUAGES, kwargs["data_files"]["train"], strict=True):
         assert fnmatch(f"20231101.{language}/train-00001-of-00017.parquet", pattern)
         assert not fnmatch(f"20231101.{language}/train-00011-of-00017.parquet", pattern)
+
+
+def test_languages_are_not_evaluated_on_where_the_first_alone_would_be_read(hub):
+    message = (
+        r"'languages' is not for evaluation: only shuffled rows are of all languages; give a file in each language, "
+        r"or one of alpaca, c4, ptb, wikitext2, pydoc, python-source, or a \.txt/"
+    )
+    with pytest.raises(DataError, match=message):
+        read_text("languages", use="evaluation")
+    assert hub.calls == []
 
 
 def test_an_endless_data_set_is_read_as_far_as_needed(hub):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rankfold
 from families import opened, some_ids, tokens
@@ -57,6 +58,27 @@ if os.environ["RANK"] == "2":
     runner._end = fail
 from rankfold.cli import main
 main()
+"""
+SENDS = """
+import sys, shared_runs
+from rankfold._utils import processes
+from rankfold.compression import block
+
+def told(owner, value):
+    if owner == processes.process_index():
+        print(sum(tensor.nbytes for tensor in processes._tensors(value)))
+
+def broadcast(value, owner):
+    told(owner, value)
+    return of_dealt(value, owner)
+
+def sent_by(owner, result):
+    told(owner, result and result.state)
+    return of_pieces(owner, result)
+
+of_dealt, processes.broadcast = processes.broadcast, broadcast
+of_pieces, block.sent_by = block.sent_by, sent_by
+shared_runs.work(sys.argv[1], sys.argv[2:])
 """
 
 
@@ -123,6 +145,17 @@ def test_every_method_writes_the_same_bytes_where_shards_do_not_fall_evenly(plac
         assert codes == [0] * count, err
     for name in EVERY:
         assert content(place / "every-3" / name) == content(place / "every-1" / name), name
+
+
+@pytest.mark.parametrize(("name", "part"), [("experts parallel", 1), ("latent experts", 1), ("reap", 0.01)])
+def test_no_weight_of_an_expert_is_sent_twice(place, name, part):
+    """Less is sent than is written of the blocks, norms and routers in it; only scores where no weight changes."""
+    where = place / f"sent-{name}"
+    codes, out, err = run(2, SENDS, str(where), name, folder=where)
+    assert codes == [0, 0], err
+    states = [load_file(path) for path in (where / name).glob("model-*.safetensors")]
+    written = sum(t.nbytes for state in states for key, t in state.items() if ".layers." in key)
+    assert 0 < sum(map(int, out.split())) < part * written
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +249,9 @@ def test_pieces_of_a_step_are_dealt_where_every_process_can_have_their_moments(m
         ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)}
         (step,) = method.stages(view, ranks)
         assert [piece.statistics for piece in step.pieces] == expected
-        assert [piece.is_shared for piece in step.pieces] == [piece.statistics == STATISTICS for piece in step.pieces]
+        assert [bool(piece.shared) for piece in step.pieces] == [
+            piece.statistics == STATISTICS for piece in step.pieces
+        ]
         for provider, owners in cases:
             assert _owners(RunContext(source, method, provider, None, None, {}), view, step.pieces) == owners
 

@@ -48,7 +48,7 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
     pieces = stage.pieces or (stage,)
     owners = _owners(context, view, pieces)
     where = {name: owner for piece, owner in zip(pieces, owners, strict=True) for name in piece.statistics}
-    everywhere = set().union(*(piece.statistics for piece in pieces if piece.is_shared))
+    everywhere = set().union(*(piece.statistics for piece in pieces if piece.shared))
     moments = _sent_to_all(context.provider.measure(view, stage.statistics, where), everywhere)
     unseen = context.held_out
     # Late, because moments are large.
@@ -60,8 +60,8 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
     if is_first():
         more = context.shared(view.index) | (context.gradients[view.index] if context.gradients else {})
     # Shared ones after the others: there is an exchange in each.
-    turns = sorted(range(len(pieces)), key=lambda n: pieces[n].is_shared)
-    mine = {n: pieces[n] for n in turns if pieces[n].is_shared or owners[n] == process_index()}
+    turns = sorted(range(len(pieces)), key=lambda n: bool(pieces[n].shared))
+    mine = {n: pieces[n] for n in turns if pieces[n].shared or owners[n] == process_index()}
     made = {n: decompose(piece, view, moments | more, held_out) for n, piece in mine.items()}
     del moments
     found = held_out()  # may have been asked for already: by all processes, or by none
@@ -70,16 +70,22 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
             for result in made.values():
                 for module, error in result.errors.items():
                     result.reports[module]["held_out_error"] = error(found)
-    parts = (present(sent_by(owner, made.get(n))) for n, owner in enumerate(owners))
+    # What all processes have made of the same numbers is not sent again.
+    parts = (
+        made[n] if piece.shared else present(sent_by(owner, made.get(n)))
+        for n, (piece, owner) in enumerate(zip(pieces, owners, strict=True))
+    )
     return functools.reduce(_added, parts, BlockResult({}, {}, {}))
 
 
 def _owners(context: RunContext, view: BlockView, pieces: Sequence[CompressionStep]) -> list[int]:
-    """Return the process that decomposes each piece, or whose result counts; the first one where it alone has what the
-    method reads."""
+    """Return the process that has the moments of each piece and decomposes it, or sends them to all.
+
+    It is the first one where it alone has what the method reads.
+    """
     method, turn = context.method, itertools.count()
     is_dealt = context.provider.is_measured and not method.gradients(view) and not method.shared(view)
-    return [next(turn) % process_count() if is_dealt and not piece.is_shared else 0 for piece in pieces]
+    return [next(turn) % process_count() if is_dealt and not piece.shared else 0 for piece in pieces]
 
 
 def _sent_to_all(moments: BlockMoments, names: set[str]) -> BlockMoments:

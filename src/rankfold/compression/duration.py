@@ -114,15 +114,15 @@ def _sums(source: DenseModel, method: Method) -> float:
 
 
 def _work(source: DenseModel, method: Method, the_plan: Plan, count: int) -> Work:
-    """Count the linear algebra of all blocks; so many accelerators share that of the experts."""
+    """Count the linear algebra of all blocks; so many accelerators share that of the pieces that all run."""
     found = Work()
     for index in range(len(source)):
         view, ranks = source.meta_block(index), the_plan.ranks(index)
         if ranks.get(BLOCK) != 0:
-            rest = method.work(
-                view, {module: rank for module, rank in ranks.items() if not module.startswith("expert")}
-            )
-            found += rest + times(method.work(view, ranks) - rest, 1 / count)
+            pieces = (piece for step in method.stages(view, ranks) for piece in step.pieces)
+            shared = {module: ranks[module] for piece in pieces for module in piece.shared}
+            found += method.work(view, {module: rank for module, rank in ranks.items() if module not in shared})
+            found += times(method.work(view, shared), 1 / count) if shared else Work()
     return found
 
 

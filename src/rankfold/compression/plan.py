@@ -260,7 +260,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     widest = hidden if statistics & {"mlp_hidden", INPUT} else width
     decomposing = 2 * largest + moments + 8 * int(squares * widest**2 + sides * hidden * width)
     passing = 4 * min(max(tokens, probes), batch_tokens(source)) * (6 * width + 3 * hidden)  # activations of a batch
-    measuring = largest + moments * 5 // 4 + passing  # half of every moment once more, as sums in fp32
+    # Half of every moment once more, as sums in fp32.
+    measuring = (1 + method.holds_dense) * largest + moments * 5 // 4 + passing
     return int(around + resident + max(max(decomposing, measuring) + samples + stream, largest + backwards))
 
 

@@ -19,7 +19,7 @@ class HubText:
 
     path: str
     config: str | None
-    splits: dict[str, str]  # "calibration" / "evaluation" -> split
+    splits: dict[str, str]  # "calibration" / "evaluation", where it is for that -> split
     column: str
     revision: str | None = None
     data_files: dict[str, str | list[str]] | None = None
@@ -50,11 +50,12 @@ ALIASES = {
         data_files={"train": "en/c4-train.*.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
         endless=True,
     ),
-    # One shard of each language, so that all have the same share; the first shard of some is three times as large.
+    # One shard of each language, so that all have the same share; the first shard of some is three times as large. Only
+    # shuffled rows are of all languages: in order, those of the first come before any other.
     "languages": HubText(
         "wikimedia/wikipedia",
         None,
-        {"calibration": "train", "evaluation": "train"},
+        {"calibration": "train"},
         "text",
         data_files={"train": [f"20231101.{language}/train-00001-of-*.parquet" for language in LANGUAGES]},
         endless=True,

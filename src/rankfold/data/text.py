@@ -79,13 +79,18 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     """What ``name`` means; see :func:`read_text`.
 
     Raises:
-        DataError: neither known nor a file, or a file that cannot be read as text.
+        DataError: neither known nor a file, not for this use, or a file that cannot be read as text.
     """
     alias, _, local = name.partition(":")
     if name in BUILT_IN:
         return TextSource("built-in", name)
     if name in MIXTURES:
-        raise DataError(f"{name!r} is several texts where one is read; name one of {', '.join(MIXTURES[name])}")
+        raise DataError(f"{name!r} is several texts where one is read; name one of {_choices(use)}")
+    if name in ALIASES and use not in ALIASES[name].splits:
+        raise DataError(
+            f"{name!r} is not for {use}: only shuffled rows are of all languages; give a file in each language, "
+            f"or one of {_choices(use)}"
+        )
     if name in ALIASES:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
@@ -93,7 +98,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if not path.is_file():
         hint = suggestion(name, [*ALIASES, *BUILT_IN, *MIXTURES, "self"])
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
-        raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices()}")
+        raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices(use)}")
     return TextSource(_kind_of(path, bool(raw)), origin_of(path), path)
 
 
@@ -145,7 +150,7 @@ def read_text(name: str, *, use: str = "calibration", column: str = "text", char
     source = text_source(name, use)
     kept = _up_to(_documents(source, name, use, column), characters)
     if not any(isinstance(d, Chat) or d.strip() for d in kept):
-        raise DataError(f"text source {name!r} is empty; give a file with text, or one of {_choices()}")
+        raise DataError(f"text source {name!r} is empty; give a file with text, or one of {_choices(use)}")
     return Text(name, kept, source.origin)
 
 
@@ -174,8 +179,10 @@ def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:
     return json_rows(path) if rows is None else rows
 
 
-def _choices() -> str:
-    return f"{', '.join([*sorted(ALIASES), *BUILT_IN])}, self, or a .txt/.jsonl/.json/.csv/.parquet file"
+def _choices(use: str) -> str:
+    aliases = sorted(name for name, hub in ALIASES.items() if use in hub.splits)
+    written = ["self"] if use == "calibration" else []
+    return f"{', '.join([*aliases, *BUILT_IN, *written])}, or a .txt/.jsonl/.json/.csv/.parquet file"
 
 
 def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str | Chat, ...]:

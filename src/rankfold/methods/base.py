@@ -53,9 +53,10 @@ class CompressionStep(NamedTuple):
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
     # The same step in pieces, which are dealt to several processes: no two read the same statistic.
     pieces: tuple["CompressionStep", ...] = ()
-    # Of a piece: all processes run it, on the same moments, and share what is in it
-    # (:func:`rankfold._utils.processes.dealt`). Only such a piece may read held-out samples.
-    is_shared: bool = False
+    # Of a piece: its modules, where all processes run it, on the same moments, and share what it computes
+    # (:func:`rankfold._utils.processes.dealt`). The rest of it only copies tensors, so that all come to the same bytes.
+    # Only such a piece may read held-out samples.
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ class Method(MethodConfig):
 
     def _step(self, statistics: set[str], ranks: dict[str, int], *, is_shared: bool = False) -> CompressionStep:
         """Return the step that calls :meth:`decompose`; ``is_shared``: of which several processes share the experts."""
-        shared = {"each": dealt} if is_shared else {}
+        each = {"each": dealt} if is_shared else {}
         return CompressionStep(
-            statistics, lambda view, moments, _: self.decompose(view, moments, ranks, **shared), is_shared=is_shared
+            statistics,
+            lambda view, moments, _: self.decompose(view, moments, ranks, **each),
+            shared=tuple(ranks) if is_shared else (),
         )
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:

@@ -57,6 +57,8 @@ class MethodConfig:
     # Matrices in fp64 that decomposing takes at most beside weights and moments, for the plan's estimate of memory: so
     # many of the size of the widest moment, and so many of hidden units by the width of the model.
     workspace: ClassVar[tuple[float, float]] = (1.0, 5.0)  # a copy to measure an error in, and weights
+    # Whether its steps hold the weights of the dense block while what the earlier ones made of it is measured.
+    holds_dense: ClassVar[bool] = False
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
 
     sparsity: float = 0.3

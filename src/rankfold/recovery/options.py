@@ -67,18 +67,18 @@ def check_device(model: PreTrainedModel) -> None:
     Alone, Trainer knows one device of each kind: the first that it sees.
     """
     expected = exchange_device()
-    if expected is None and model.device.index:
+    if expected is None:
+        if model.device.index:
+            raise OptionError(
+                f"training runs on the first device that the program sees, and the model is on {model.device}; give "
+                f"{option('device', model.device.type)}, and choose the device by CUDA_VISIBLE_DEVICES or the like"
+            )
+    elif not is_on(next(model.parameters()), expected):
+        on_cpu = ", or set ACCELERATE_USE_CPU=1" if model.device.type == "cpu" else ""
         raise OptionError(
-            f"training runs on the first device that the program sees, and the model is on {model.device}; give "
-            f"{option('device', model.device.type)}, and choose the device by CUDA_VISIBLE_DEVICES or the like"
+            f"the processes of this run exchange gradients on {expected}, and the model is on {model.device}; "
+            f"give {option('device', expected.type)}{on_cpu}"
         )
-    if expected is None or is_on(next(model.parameters()), expected):
-        return
-    on_cpu = ", or set ACCELERATE_USE_CPU=1" if model.device.type == "cpu" else ""
-    raise OptionError(
-        f"the processes of this run exchange gradients on {expected}, and the model is on {model.device}; "
-        f"give {option('device', expected.type)}{on_cpu}"
-    )
 
 
 def check(options: Options, settings: Settings, output: str | Path | None) -> None:

@@ -14,21 +14,12 @@ from ...calibration.moments import BlockMoments, CrossMoment
 from ...errors import OptionError
 from ...linalg.preconditioner import Preconditioner
 from ..base import BlockResult, CompressionStep
-from ..latentllm.factor import Input, local, prepare
-from ..latentllm.layout import QKV, Slot, dense_projections, slots
-from ..latentllm.report import Report
-from ..latentllm.storing import store_all
+from ..latentllm.factor import Fit, Input, local
+from ..latentllm.layout import INPUTS, Slot, dense_projections, slots
 from ..result import Projection, put_attention, put_projection
 from ..work import Work, multiplying
+from .layers import fit_layers
 from .svd_family import SVDLLM
-
-# Layers with one input, in the order in which a block computes them -> the statistic of that input.
-STEPS = {
-    ("q", "k", "v", QKV): "attention_input",
-    ("o",): "attention_output",
-    ("gate", "up"): "mlp_input",
-    ("down",): "mlp_hidden",
-}
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,7 @@ class AASVD(SVDLLM):
     name: ClassVar[str] = "aa-svd"
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     workspace: ClassVar[tuple[float, float]] = (3.0, 4.0)  # a damped moment, its factor, and what was shifted
+    holds_dense: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -60,9 +52,9 @@ class AASVD(SVDLLM):
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         block, found = _Block(self, view, ranks), []
-        for modules, statistic in STEPS.items():
-            if some := [module for module in modules if module in ranks]:
-                fit = partial(block.fit, modules=some, statistic=statistic)
+        for statistic in dict.fromkeys(INPUTS.values()):
+            if some := {module: rank for module, rank in ranks.items() if INPUTS[module] == statistic}:
+                fit = partial(block.fit, ranks=some, statistic=statistic)
                 found.append(CompressionStep({statistic, f"dense_{statistic}"}, fit))
         return found
 
@@ -80,7 +72,7 @@ class _Block:
     """A block that is compressed layer after layer: what it was, and what has become of it."""
 
     def __init__(self, method: AASVD, view: BlockView, ranks: dict[str, int]):
-        self.method, self.ranks = method, ranks
+        self.method = method
         self.layout: dict[str, Slot] = slots(method, view)
         self.dense = dense_projections(method, view)
         self.attention: AttentionView = view.attention
@@ -88,27 +80,17 @@ class _Block:
         self.paths: dict[str, str] = view.mlp.paths if view.mlp else {}
         self.now: dict[str, Projection] = {m: dense for m, dense in self.dense.items() if m not in self.paths}
 
-    def fit(self, _: BlockView, moments: BlockMoments, __, *, modules: list[str], statistic: str) -> BlockResult:
+    def fit(self, _: BlockView, moments: BlockMoments, __, *, ranks: dict[str, int], statistic: str) -> BlockResult:
         """Compress the layers that have one input."""
-        lower = {m: self.ranks[m] for m in modules if self.ranks[m] < self.layout[m].full}
-        full = {m: self.layout[m].full for m in modules if m not in lower}
-        result = BlockResult({}, {}, {m: Report(r, r, "dense", 0.0).to_dict() for m, r in full.items()}, {})
-        if not lower:
-            return result
-        centred = {self.method.centres(self.dense[m]) for m in lower}
-        inputs = {some: prepare(self.method, moments, statistic, centred=some) for some in centred}
-        fits = {}
-        for module, rank in lower.items():
-            dense, given = self.dense[module], inputs[self.method.centres(self.dense[module])]
-            fits[module] = local(
-                self.layout[module], anchored(dense, given, moments[f"dense_{statistic}"]), given, rank
-            )
-        latents, reports, errors = store_all(self.layout, fits, self.dense, moments)
-        result.errors.update(errors)
-        result.reports.update({m: report.to_dict() for m, report in reports.items()})
-        for module in self.paths.keys() & lower.keys():
+        missing, result = moments[f"dense_{statistic}"], BlockResult({}, {}, {}, {})
+
+        def fit(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
+            return local(slot, anchored(dense, given, missing), given, rank)
+
+        latents = fit_layers(result, self.method, self.layout, self.dense, moments, ranks, statistic, fit)
+        for module in [module for module in latents if module in self.paths]:
             put_projection(result, self.paths[module], latents[module])
-        if not self.paths.keys() & lower.keys():
+        if latents.keys() - self.paths.keys():
             self.now |= latents
             width = self.attention.head_dim
             put_attention(result, self.attention, self.now, width, width, None, self.latent_cache)

@@ -7,6 +7,7 @@ with ``E E^T`` the second moment of the inputs of all blocks of a group together
 Shape legend: O outputs, N inputs, R rank, k blocks of a group.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,17 +23,15 @@ from ...linalg.lowrank import metric_error, shared_basis
 from ...linalg.preconditioner import Preconditioner, preconditioner
 from ..base import BlockResult, PrunableModule
 from ..latentllm.attention import ATTENTION
-from ..latentllm.factor import Fit, Input, local, moved_bias, prepare
-from ..latentllm.layout import Slot, dense_projections, slots
+from ..latentllm.factor import Fit, Input, local, moved_bias
+from ..latentllm.layout import INPUTS, Slot, dense_projections, slots
 from ..latentllm.measures import OutputError
 from ..latentllm.report import Report
-from ..latentllm.storing import store_all
 from ..result import Latent, Projection, put_attention, put_projection
 from ..work import Work, multiplying, times
+from .layers import FitLayer, fit_layers
 from .svd_family import SVDLLM
 
-INPUTS = dict.fromkeys("qkv", "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
-INPUTS |= dict.fromkeys(("gate", "up"), "mlp_input")
 ALONE = {"precondition": "rootcov", "joint": "none", "junction": "left", "bits": 0, "sparse": 0.0}
 ALONE |= {"shared_qkv": False, "split_head": False, "head_junction": False}
 
@@ -159,27 +158,29 @@ class BasisSharing(SVDLLM):
         return found
 
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
-        layout, dense = slots(self, view), dense_projections(self, view)
-        lower = {module: rank for module, rank in ranks.items() if rank < layout[module].full}
-        full = {m: Report(layout[m].full, layout[m].full, "dense", 0.0).to_dict() for m in ranks if m not in lower}
-        result, latents = BlockResult({}, {}, full, {}), dict[str, Latent]()
-        for statistic in dict.fromkeys(INPUTS[module] for module in lower):
-            some = [module for module in lower if INPUTS[module] == statistic]
-            inputs = {c: prepare(self, moments, statistic, centred=c) for c in {self.centres(dense[m]) for m in some}}
-            pooled = {c: moments[name].second for c in inputs if (name := _pooled(statistic, c)) in moments}
-            metrics = {c: preconditioner(C, self.precondition, ridge=self.ridge) for c, C in pooled.items()}
-            fits = {}
-            for module in some:
-                centred, gram = self.centres(dense[module]), moments.get(f"{module}_weights")
-                layer = layout[module], dense[module], inputs[centred], lower[module]
-                fits[module] = combined(*layer, gram.second, metrics[centred]) if gram else local(*layer)
-            stored, reports, errors = store_all(layout, fits, dense, moments)
-            latents |= stored
-            result.errors.update(errors)
-            result.reports.update({module: report.to_dict() for module, report in reports.items()})
+        layout, dense, latents = slots(self, view), dense_projections(self, view), dict[str, Latent]()
+        result = BlockResult({}, {}, {}, {})
+        for statistic in dict.fromkeys(INPUTS[module] for module in ranks):
+            some = {module: rank for module, rank in ranks.items() if INPUTS[module] == statistic}
+            latents |= fit_layers(result, self, layout, dense, moments, some, statistic, self._fit(moments))
             release_memory()
         self._put(result, view, dense | {m: self._read_from_first(view, m, latent) for m, latent in latents.items()})
         return result
+
+    def _fit(self, moments: BlockMoments) -> FitLayer:
+        """Return what fits a layer of an input: with the basis of its group, where it shares one."""
+
+        @functools.cache
+        def metric(name: str) -> Preconditioner:
+            return preconditioner(moments[name].second, self.precondition, ridge=self.ridge)
+
+        def fit(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
+            gram = moments.get(f"{slot.name}_weights")
+            if gram is None:
+                return local(slot, dense, given, rank)
+            return combined(slot, dense, given, rank, gram.second, metric(_pooled(given.statistic, given.centred)))
+
+        return fit
 
     def _read_from_first(self, view: BlockView, module: str, latent: Latent) -> Latent:
         """Describe where the basis of a layer is stored, if that is another block."""

@@ -86,7 +86,7 @@ class REAP(Method):
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         """Count the experts' outputs, of tokens as if there were as many as 128 samples of 2,048."""
         experts: ExpertsView | None = view.experts
-        if experts is None:
+        if experts is None or EXPERT_COUNT not in ranks:
             return Work()
         return multiplying(3 * experts.active * experts.hidden, experts.down(0).weight.shape[0], 128 * 2048)
 

@@ -12,12 +12,9 @@ from torch import Tensor
 from ...allocation import Allocation, ZeroSum
 from ...architectures import BlockView
 from ...linalg.preconditioner import Preconditioner
-from ..latentllm.attention import ATTENTION
 from ..latentllm.factor import prepare
-from ..latentllm.layout import dense_projections, stored_rows
+from ..latentllm.layout import INPUTS, dense_projections, stored_rows
 from .svd_family import SVDLLM
-
-INPUTS = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class ZSSVD(SVDLLM):
         for module in self.supported_modules(view.architecture, view):
             dense, (layer, rows) = projections[module], stored_rows(view, module)
             gradient = moments[f"{layer}_weight_gradient"]
-            given = prepare(self, moments, INPUTS.get(module, "mlp_input"), centred=self.centres(dense))
+            given = prepare(self, moments, INPUTS[module], centred=self.centres(dense))
             G = gradient.total.double()[rows] / gradient.count
             found[module] = loss_changes(dense.weight.double(), G, given.precond).tolist()
         return found

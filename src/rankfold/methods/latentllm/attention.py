@@ -20,7 +20,7 @@ from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
 from .factor import Fit, Input, Target, local, prepare, product
-from .layout import QKV, Slot, column_weights, dense_projections, slots
+from .layout import INPUTS, QKV, Slot, column_weights, dense_projections, slots
 from .measures import AttendedError, HeadError, InHeads, Measure, ScoreError, of_heads, on_heads
 from .report import Report
 from .storing import in_junction, store_all
@@ -55,7 +55,7 @@ def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dens
     def given(module: str, mean_into: str | None = None) -> Input:
         passes = mean_into is None or view.attention.averages
         centred = method.centres(dense[mean_into or module]) and passes
-        key = ("attention_output" if module == "o" else "attention_input", centred, module if weights else None)
+        key = (INPUTS[module], centred, module if weights else None)
         if key not in inputs:
             inputs[key] = prepare(method, moments, key[0], centred=centred, weights=weights.get(module))
         return inputs[key]

@@ -22,6 +22,9 @@ PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in f
 FISHER = "fisher"  # the pre-conditioner of the Fisher of columns, and the statistic it reads of every layer
 EXPERTS = ("experts_up", "experts_down")  # gate and up of all experts, and their down projections
 QKV = "qkv"  # the unit that takes the place of q, k and v where they share a latent
+# Module -> the statistic of its input, in the order in which a block computes them.
+INPUTS = dict.fromkeys(("q", "k", "v", QKV), "attention_input") | {"o": "attention_output"}
+INPUTS |= {"gate": "mlp_input", "up": "mlp_input", "down": "mlp_hidden"}
 
 
 @dataclass(frozen=True)

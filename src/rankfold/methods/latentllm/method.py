@@ -15,7 +15,7 @@ from ..base import BlockResult, CompressionStep, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
-from .layout import EXPERTS, FISHER, QKV, fishers, head_identities, slots
+from .layout import EXPERTS, FISHER, INPUTS, QKV, fishers, head_identities, slots
 from .mlp import decompose_mlp
 from .options import COARSE, ROUNDED_BADLY, check_options
 from .report import Report
@@ -176,8 +176,7 @@ class LatentLLM(NarrowingMethod):
         return self._statistics_of(view, self.supported_modules(view.architecture, view))
 
     def _statistics_of(self, view: BlockView, modules: Iterable[str]) -> set[str]:
-        needed = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
-        names = {needed.get(m, "mlp_input") for m in modules if m not in EXPERTS}
+        names = {INPUTS[m] for m in modules if m not in EXPERTS}
         names |= STATISTICS if set(modules) & set(EXPERTS) else set()
         names |= {"absolute"} if self.precondition == "l1" else set()
         names |= {"windows"} if self.features else set()

@@ -12,7 +12,7 @@ from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
 from ..base import BlockResult
 from ..result import put_projection
 from .factor import Fit, local, prepare, product
-from .layout import Slot, column_weights, dense_projections, slots
+from .layout import INPUTS, Slot, column_weights, dense_projections, slots
 from .measures import MLPError, mlp_of
 from .report import Report
 from .storing import store_all
@@ -52,7 +52,7 @@ def _local(
 ) -> dict[str, Fit]:
     inputs, fits = {}, {}
     for module, rank in ranks.items():
-        statistic = "mlp_hidden" if module == "down" else "mlp_input"
+        statistic = INPUTS[module]
         centred = method.centres(dense[module])
         key = (statistic, centred, module if weights else None)
         if key not in inputs:

@@ -28,6 +28,7 @@ class SliceGPTMoDeGPT(MoDeGPT):
     """
 
     name: ClassVar[str] = "slicegpt+modegpt"
+    holds_dense: ClassVar[bool] = True
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform, Influence)

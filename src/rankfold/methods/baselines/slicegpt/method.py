@@ -30,6 +30,7 @@ class SliceGPT(NarrowingMethod):
 
     name: ClassVar[str] = "slicegpt"
     workspace: ClassVar[tuple[float, float]] = (0.0, 3.0)  # the weights of a block in fp64
+    holds_dense: ClassVar[bool] = True
     all_modules: ClassVar[tuple[str, ...]] = (STREAM,)
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
