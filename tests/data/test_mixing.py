@@ -21,9 +21,9 @@ from rankfold.models.opening import open_model
 LETTERS = {"a": "abcdefgh", "b": "ijklmnop", "c": "qrstuvwx"}
 
 
-def characters(text: str, verbose: bool = True, add_special_tokens: bool = True):
+def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
     """A tokenizer with one id a character."""
-    return SimpleNamespace(input_ids=[ord(c) for c in text])
+    return SimpleNamespace(input_ids=torch.tensor([[ord(c) for c in text]], dtype=torch.long))
 
 
 def source(context: int = 64):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from rankfold.data.load import load_calibration
 
@@ -19,9 +20,9 @@ WORDS = [
 ]  # fmt: skip
 
 
-def code_points(text: str, verbose: bool = True, add_special_tokens: bool = True):
+def code_points(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
     """A tokenizer with one id a character."""
-    return SimpleNamespace(input_ids=[ord(c) % 997 for c in text])
+    return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 997 for c in text]], dtype=torch.long))
 
 
 MODEL = SimpleNamespace(

@@ -19,10 +19,10 @@ def line(i: int) -> str:
     return f"{i:06d} über β {'abcdefghijklmnopqrstuvwxyz'[i % 26] * 10} "
 
 
-def code_points(text: str, verbose: bool = True, add_special_tokens: bool = True):
+def code_points(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
     """A tokenizer with one id a character, behind a start token where special tokens are wanted."""
     ids = [1] * add_special_tokens + [ord(c) for c in text]
-    return SimpleNamespace(input_ids=ids)
+    return SimpleNamespace(input_ids=torch.tensor([ids], dtype=torch.long))
 
 
 SOURCE = SimpleNamespace(

@@ -21,9 +21,10 @@ from rankfold.errors import DataError, OptionError
 from rankfold.models.opening import open_model
 
 
-def characters(text: str, verbose: bool = True, add_special_tokens: bool = True):
+def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
     """A tokenizer with one id a character."""
-    return SimpleNamespace(input_ids=[ord(c) % 97 for c in text])
+    assert return_tensors == "pt"
+    return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 97 for c in text]], dtype=torch.long))
 
 
 def source(context: int = 64, vocabulary: int = 97):
@@ -196,7 +197,7 @@ def test_windows_behind_the_samples_are_held_out(text, windows, samples, fit, he
     """Reference: the permutation of all windows of the stream, cut by hand."""
     name = text(windows * 16 + 5)
     tokens = load_calibration(name, source(), num_samples=samples, max_length=16, seed=5)
-    stream = torch.tensor(characters(Path(name).read_text(encoding="utf-8")).input_ids)
+    stream = characters(Path(name).read_text(encoding="utf-8"), "pt").input_ids[0]
     order = torch.randperm(windows, generator=torch.Generator().manual_seed(5))
     drawn = torch.stack([stream[i * 16 : i * 16 + 16] for i in order.tolist()])
     assert torch.equal(tokens.ids, drawn[:fit])

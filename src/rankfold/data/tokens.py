@@ -5,7 +5,6 @@ Shape legend: S samples, T tokens of one.
 
 import logging
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, first_line
@@ -49,7 +48,7 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
     if has_half_character(text):
         raise DataError("the text has half a character (a lone surrogate) in it: it is not UTF-8; convert it")
     try:
-        ids = torch.tensor(tokenizer(text, verbose=False, **options).input_ids, dtype=torch.int64)
+        ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0].long()
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # settings that are no settings
         raise CheckpointError(
             f"the tokenizer of {name} cannot be used ({first_line(error)}); "
