@@ -50,11 +50,6 @@ def quantise(file: Path, output: Path, form: str, threads: int) -> int:
     return int(found[1]) if found else 0
 
 
-def version(file: Path) -> str:
-    """Return the build of llama.cpp that runs a file."""
-    return str(json.loads(_run("llama-bench", m=file, p=1, n=0, r=1, o="json"))[0]["build_commit"])
-
-
 def _run(name: str, **options) -> str:
     return _output([str(tool(name)), *(str(part) for key, value in options.items() for part in (f"-{key}", value))])
 

@@ -72,7 +72,7 @@ class Files:
         calibration = common.describe_tokens(self.tokens.ids, Path(CALIBRATION).name, self.tokens.seed)
         evaluation = {name: {"source": Path(file).name, "windows": self.args.windows} for name, file in TEXTS.items()}
         facts = {"model": common.describe_model(self.source), "calibration": calibration, "evaluation": evaluation}
-        return facts | {"llama_cpp": llama_tools.version(self.exact(0.0))}
+        return facts | {"llama_cpp": llama_tools.VERSION}
 
     def exact(self, sparsity: float) -> Path:
         """Return a model in F16."""

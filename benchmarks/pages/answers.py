@@ -124,6 +124,24 @@ def tradeoff(records: list[dict]) -> str:
     )
 
 
+def same_bytes(records: list[dict]) -> str:
+    """Say above which size a quantised dense file is as good on all texts as any compressed one."""
+    rows = records[0]["rows"]
+    dense, compressed = ([row for row in rows if bool(row["sparsity"]) is cut] for cut in (False, True))
+
+    def beaten(row: dict, by: dict) -> bool:
+        better = (by["perplexity"][text] <= value for text, value in row["perplexity"].items())
+        return by["bytes"] <= row["bytes"] and all(better)
+
+    free = [row["bytes"] for row in compressed if not any(beaten(row, one) for one in dense)]
+    if not free:
+        return f"On {SMOL} quantising alone is better at every size."
+    last = min((row for row in dense if row["bytes"] > max(free)), key=lambda row: row["bytes"])
+    return (
+        f"On {SMOL} quantising alone is better down to {last['format']} ({last['bytes'] / 1e6:.0f} MB); below it, both."
+    )
+
+
 def rounding(records: list[dict]) -> str:
     rounded, smaller = ([row for row in records[0]["rows"] if bool(row["sparsity"]) is cut] for cut in (False, True))
     pays = [row["name"] for row in smaller if any(_is_beaten(one, row) for one in rounded)]

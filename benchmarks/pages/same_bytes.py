@@ -1,4 +1,4 @@
-"""The page on bytes: a picture, which files no other one beats, and the numbers of all."""
+"""The page on bytes: a picture, and the numbers of all files, bold where no other file beats them."""
 
 import io
 from pathlib import Path
@@ -34,8 +34,12 @@ def same_bytes(record: dict, folder: Path | None) -> list[str]:
         file = f"same_bytes-{Path(config['model']['name']).stem}.png"
         (folder / file).write_bytes(picture(rows, texts[0]))
         lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
-    lines += ["Not beaten: no other file is as good in the one and better in perplexity.", "", *_best(rows, texts), ""]
-    return [*lines, *_table(rows, texts)]
+    bold = f"In bold: perplexity that no other file as small reaches{_of_speeds(rows, texts[0])}."
+    return [*lines, bold, "", *_table(rows, texts)]
+
+
+def _of_speeds(rows: list[dict], text: str) -> str:
+    return f"; speed that no other file as good on {text} reaches" if "prefill" in _measured(rows) else ""
 
 
 def best(rows: list[dict], what: str, text: str) -> list[str]:
@@ -57,18 +61,6 @@ def best(rows: list[dict], what: str, text: str) -> list[str]:
     return found
 
 
-def _best(rows: list[dict], texts: list[str]) -> list[str]:
-    """Return a line for each pair of a measure and a text."""
-    pairs = [(what, text) for what in _measured(rows) for text in texts]
-    return table(
-        ["", *texts],
-        [
-            [what, *(", ".join(best(rows, what, text)) for text in texts)]
-            for what in dict.fromkeys(what for what, _ in pairs)
-        ],
-    )
-
-
 def _measured(rows: list[dict]) -> list[str]:
     return [what for what in PANELS if all(what in row for row in rows)]
 
@@ -76,10 +68,16 @@ def _measured(rows: list[dict]) -> list[str]:
 def _table(rows: list[dict], texts: list[str]) -> list[str]:
     speeds = [what for what in _measured(rows) if what != SMALLER]
 
+    bold = {(text, SMALLER): best(rows, SMALLER, text) for text in texts}
+    bold |= {(texts[0], what): best(rows, what, texts[0]) for what in speeds}
+
+    def marked(row: dict, cell: str, *key: str) -> str:
+        return f"**{cell}**" if row["name"] in bold[key] else cell
+
     def cells(row: dict) -> list[str]:
-        numbers = [f"{row['bytes'] / 1e6:.1f}", *(number(row["perplexity"][text]) for text in texts)]
-        fast = [f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f})" for what in speeds]
-        return [row["model"], row["format"], *numbers, *fast, str(row["fallback"] or "")]
+        good = [marked(row, number(row["perplexity"][text]), text, SMALLER) for text in texts]
+        fast = [marked(row, f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f})", texts[0], what) for what in speeds]
+        return [row["model"], row["format"], f"{row['bytes'] / 1e6:.1f}", *good, *fast, str(row["fallback"] or "")]
 
     return table(["model", "format", "MB", *texts, *speeds, "fallback"], map(cells, rows))
 
@@ -99,7 +97,8 @@ def picture(rows: list[dict], text: str) -> bytes:
             look = style(index) | ({} if what == SMALLER else {"linestyle": "none"})
             axes.plot(*zip(*points, strict=True), label=model, markersize=5, linewidth=1, alpha=0.85, **look)
             for row, point in zip(mine, points, strict=True) if index == 0 else ():
-                axes.annotate(row["format"], point, xytext=(3, 5), textcoords="offset points", fontsize=7)
+                how = {"xytext": (2, 4), "textcoords": "offset points", "fontsize": 7, "rotation": 45}
+                axes.annotate(row["format"], point, **how)
         said = scale(axes, [row["perplexity"][text] for row in rows])
         axes.set(xlabel=PANELS[what], ylabel=f"perplexity on {text}{said}")
         axes.spines[["top", "right"]].set_visible(False)
