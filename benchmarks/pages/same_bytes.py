@@ -30,10 +30,10 @@ def same_bytes(record: dict, folder: Path | None) -> list[str]:
         about,
         "",
     ]
+    file = f"same_bytes-{Path(config['model']['name']).stem}.png"
     if folder:
-        file = f"same_bytes-{Path(config['model']['name']).stem}.png"
         (folder / file).write_bytes(picture(rows, texts[0]))
-        lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
+    lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
     bold = f"In bold: perplexity that no other file as small reaches{_of_speeds(rows, texts[0])}."
     return [*lines, bold, "", *_table(rows, texts)]
 
