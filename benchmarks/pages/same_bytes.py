@@ -89,8 +89,8 @@ def picture(rows: list[dict], text: str) -> bytes:
     from rankfold.comparison.report.plots import scale, style
 
     measured = _measured(rows)
-    figure = Figure(figsize=(4.6 * len(measured), 4.2), layout="constrained")
-    for axes, what in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured, strict=True):
+    figure = Figure(figsize=(7, 3.6 * len(measured)), layout="constrained")
+    for axes, what in zip(figure.subplots(len(measured), 1, squeeze=False)[:, 0], measured, strict=True):
         for index, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
             mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row[SMALLER])
             points = [(row[what] / (1e6 if what == SMALLER else 1), row["perplexity"][text]) for row in mine]
