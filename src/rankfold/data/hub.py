@@ -19,11 +19,12 @@ class HubText:
 
     path: str
     config: str | None
-    splits: dict[str, str]  # "calibration" / "evaluation", where it is for that -> split
+    splits: dict[str, str]  # "calibration" / "evaluation" -> split; the use that is not there is refused
     column: str
     revision: str | None = None
     data_files: dict[str, str | list[str]] | None = None
     endless: bool = False  # too large to be read to its end
+    refused: str = ""  # why it is not for the other use; and what to give
 
 
 # Of `languages`: as many as the shards from which `datasets` fills a buffer.
@@ -50,8 +51,8 @@ ALIASES = {
         data_files={"train": "en/c4-train.*.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
         endless=True,
     ),
-    # One shard of each language, so that all have the same share; the first shard of some is three times as large. Only
-    # shuffled rows are of all languages: in order, those of the first come before any other.
+    # One shard of each language, so that all have the same share; the first shard of some is three times as large. In
+    # order, the rows of the first come before any other.
     "languages": HubText(
         "wikimedia/wikipedia",
         None,
@@ -59,6 +60,7 @@ ALIASES = {
         "text",
         data_files={"train": [f"20231101.{language}/train-00001-of-*.parquet" for language in LANGUAGES]},
         endless=True,
+        refused="only shuffled rows are of all languages; give a file in each language",
     ),
     "alpaca": HubText("tatsu-lab/alpaca", None, {"calibration": "train", "evaluation": "train"}, "text"),
 }

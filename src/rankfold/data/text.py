@@ -87,10 +87,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if name in MIXTURES:
         raise DataError(f"{name!r} is several texts where one is read; name one of {_choices(use)}")
     if name in ALIASES and use not in ALIASES[name].splits:
-        raise DataError(
-            f"{name!r} is not for {use}: only shuffled rows are of all languages; give a file in each language, "
-            f"or one of {_choices(use)}"
-        )
+        raise DataError(f"{name!r} is not for {use}: {ALIASES[name].refused}, or one of {_choices(use)}")
     if name in ALIASES:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
