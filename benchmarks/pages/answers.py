@@ -125,15 +125,9 @@ def tradeoff(records: list[dict]) -> str:
 
 
 def same_bytes(records: list[dict]) -> str:
-    """Say above which size a quantised dense file is as good on all texts as any compressed one."""
-    rows = records[0]["rows"]
-    dense, compressed = ([row for row in rows if bool(row["sparsity"]) is cut] for cut in (False, True))
-
-    def beaten(row: dict, by: dict) -> bool:
-        better = (by["perplexity"][text] <= value for text, value in row["perplexity"].items())
-        return by["bytes"] <= row["bytes"] and all(better)
-
-    free = [row["bytes"] for row in compressed if not any(beaten(row, one) for one in dense)]
+    """Say down to which size a quantised dense file is as good on all texts as any compressed one."""
+    dense, compressed = _by_cut(records[0])
+    free = [row["bytes"] for row in compressed if not any(_is_beaten(row, one) for one in dense)]
     if not free:
         return f"On {SMOL} quantising alone is better at every size."
     last = min((row for row in dense if row["bytes"] > max(free)), key=lambda row: row["bytes"])
@@ -143,7 +137,7 @@ def same_bytes(records: list[dict]) -> str:
 
 
 def rounding(records: list[dict]) -> str:
-    rounded, smaller = ([row for row in records[0]["rows"] if bool(row["sparsity"]) is cut] for cut in (False, True))
+    rounded, smaller = _by_cut(records[0])
     pays = [row["name"] for row in smaller if any(_is_beaten(one, row) for one in rounded)]
     least = min(rounded, key=lambda row: row["bytes"])["name"]
     told = (
@@ -152,8 +146,16 @@ def rounding(records: list[dict]) -> str:
     return f"On opt-6m, down to the size of {least}, {told}."
 
 
+def _by_cut(record: dict) -> tuple[list[dict], list[dict]]:
+    """Return the files of the dense model, and those of compressed ones."""
+    rows = record["rows"]
+    return [row for row in rows if not row["sparsity"]], [row for row in rows if row["sparsity"]]
+
+
 def _is_beaten(row: dict, by: dict) -> bool:
-    return by["bytes"] <= row["bytes"] and by["perplexity"]["text"] <= row["perplexity"]["text"]
+    """Tell whether the other file is as small and as good on all texts."""
+    as_good = (by["perplexity"][text] <= value for text, value in row["perplexity"].items())
+    return by["bytes"] <= row["bytes"] and all(as_good)
 
 
 def gates(records: list[dict]) -> str:

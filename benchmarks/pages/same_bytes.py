@@ -34,12 +34,10 @@ def same_bytes(record: dict, folder: Path | None) -> list[str]:
     if folder:
         (folder / file).write_bytes(picture(rows, texts[0]))
     lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
-    bold = f"In bold: perplexity that no other file as small reaches{_of_speeds(rows, texts[0])}."
-    return [*lines, bold, "", *_table(rows, texts)]
-
-
-def _of_speeds(rows: list[dict], text: str) -> str:
-    return f"; speed that no other file as good on {text} reaches" if "prefill" in _measured(rows) else ""
+    bold = "In bold: perplexity that no other file as small reaches"
+    if _speeds(rows):
+        bold += f"; speed that no other file as good on {texts[0]} reaches"
+    return [*lines, f"{bold}.", "", *_table(rows, texts)]
 
 
 def best(rows: list[dict], what: str, text: str) -> list[str]:
@@ -65,9 +63,12 @@ def _measured(rows: list[dict]) -> list[str]:
     return [what for what in PANELS if all(what in row for row in rows)]
 
 
-def _table(rows: list[dict], texts: list[str]) -> list[str]:
-    speeds = [what for what in _measured(rows) if what != SMALLER]
+def _speeds(rows: list[dict]) -> list[str]:
+    return [what for what in _measured(rows) if what != SMALLER]
 
+
+def _table(rows: list[dict], texts: list[str]) -> list[str]:
+    speeds = _speeds(rows)
     bold = {(text, SMALLER): best(rows, SMALLER, text) for text in texts}
     bold |= {(texts[0], what): best(rows, what, texts[0]) for what in speeds}
 
