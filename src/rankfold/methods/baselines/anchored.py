@@ -15,10 +15,10 @@ from ...errors import OptionError
 from ...linalg.preconditioner import Preconditioner
 from ..base import BlockResult, CompressionStep
 from ..latentllm.factor import Fit, Input, local
-from ..latentllm.layout import INPUTS, Slot, dense_projections, slots
+from ..latentllm.layout import Slot, dense_projections, slots
 from ..result import Projection, put_attention, put_projection
 from ..work import Work, multiplying
-from .layers import fit_layers
+from .layers import by_input, fit_layers
 from .svd_family import SVDLLM
 
 
@@ -52,10 +52,9 @@ class AASVD(SVDLLM):
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         block, found = _Block(self, view, ranks), []
-        for statistic in dict.fromkeys(INPUTS.values()):
-            if some := {module: rank for module, rank in ranks.items() if INPUTS[module] == statistic}:
-                fit = partial(block.fit, ranks=some, statistic=statistic)
-                found.append(CompressionStep({statistic, f"dense_{statistic}"}, fit))
+        for statistic, some in by_input(ranks).items():
+            fit = partial(block.fit, ranks=some, statistic=statistic)
+            found.append(CompressionStep({statistic, f"dense_{statistic}"}, fit))
         return found
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:

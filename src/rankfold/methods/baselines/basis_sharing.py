@@ -29,7 +29,7 @@ from ..latentllm.measures import OutputError
 from ..latentllm.report import Report
 from ..result import Latent, Projection, put_attention, put_projection
 from ..work import Work, multiplying, times
-from .layers import FitLayer, fit_layers
+from .layers import FitLayer, by_input, fit_layers
 from .svd_family import SVDLLM
 
 ALONE = {"precondition": "rootcov", "joint": "none", "junction": "left", "bits": 0, "sparse": 0.0}
@@ -160,8 +160,7 @@ class BasisSharing(SVDLLM):
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
         layout, dense, latents = slots(self, view), dense_projections(self, view), dict[str, Latent]()
         result = BlockResult({}, {}, {}, {})
-        for statistic in dict.fromkeys(INPUTS[module] for module in ranks):
-            some = {module: rank for module, rank in ranks.items() if INPUTS[module] == statistic}
+        for statistic, some in by_input(ranks).items():
             latents |= fit_layers(result, self, layout, dense, moments, some, statistic, self._fit(moments))
             release_memory()
         self._put(result, view, dense | {m: self._read_from_first(view, m, latent) for m, latent in latents.items()})

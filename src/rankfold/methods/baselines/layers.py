@@ -6,13 +6,19 @@ from ...architectures import Dense
 from ...calibration.moments import BlockMoments
 from ..base import BlockResult
 from ..latentllm.factor import Fit, Input, prepare
-from ..latentllm.layout import Slot
+from ..latentllm.layout import INPUTS, Slot
 from ..latentllm.report import Report
 from ..latentllm.storing import store_all
 from ..result import Latent
 from .svd_family import SVDLLM
 
 FitLayer = Callable[[Slot, Dense, Input, int], Fit]  # of how a layer is stored, the layer, its input and its rank
+
+
+def by_input(ranks: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return statistic of an input -> ranks of the modules that have it, in the order of a block."""
+    found = {name: {m: rank for m, rank in ranks.items() if INPUTS[m] == name} for name in INPUTS.values()}
+    return {name: some for name, some in found.items() if some}
 
 
 def fit_layers(
