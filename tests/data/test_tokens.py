@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rankfold.data.calibration_data import CalibrationData, shown
 from rankfold.data.load import load_calibration
 from rankfold.data.text import Text
-from rankfold.data.text_samples import pack
+from rankfold.data.text_samples import draw_tokens, pack
 from rankfold.data.tokens import check_vocabulary, encode
 from rankfold.errors import DataError, OptionError
 from rankfold.models.opening import open_model
@@ -273,6 +273,22 @@ def test_text_of_the_model_itself_follows_its_distribution(llama):
         wanted = llama.model(torch.tensor([[1]])).logits[0, -1].softmax(-1)
     seen = torch.bincount(ids[:, 1], minlength=50) / len(ids)
     assert (seen - wanted).abs().sum() < 0.4
+
+
+def test_tokens_are_drawn_by_their_probabilities_and_never_where_those_are_zero():
+    wanted = torch.tensor([0, 0.5, 0, 0.125, 0.375, 0])
+    drawn = draw_tokens(wanted.log().repeat(20_000, 1), torch.Generator().manual_seed(0))
+    assert drawn.shape == (20_000, 1)
+    seen = torch.bincount(drawn[:, 0], minlength=6) / 20_000
+    assert (seen - wanted).abs().max() < 0.015 and (seen[wanted == 0] == 0).all()  # four standard errors
+
+
+def test_the_model_writes_no_more_tokens_side_by_side_than_fit(llama, monkeypatch):
+    monkeypatch.setattr("rankfold.data.text_samples.WRITTEN_AT_ONCE", 40)
+    rows = []
+    with llama.model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0]))):
+        assert load_calibration("self", llama, num_samples=8, max_length=12).ids.shape == (8, 12)
+    assert max(rows) == 3 and sum(rows) == 9 * 11  # eight fitted and one held out
 
 
 def test_text_of_the_model_itself_is_clamped_to_its_context(llama):

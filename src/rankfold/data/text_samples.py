@@ -21,6 +21,7 @@ from .tokens import encode, tokenised
 
 log = logging.getLogger(__name__)
 
+WRITTEN_AT_ONCE = 32_768  # tokens that a model writes side by side, whose keys and values are in memory
 CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a sample
 Read = Callable[[str, int], Text | Pieces]  # name and characters wanted of a piece -> a text, or pieces of a large one
 
@@ -183,15 +184,24 @@ def _sampled(model, source, samples: int, count: int, length: int, seed: int) ->
     if start is None:
         start = source.tokenizer.eos_token_id
     generator = torch.Generator(device=source.device).manual_seed(seed)
-    batches = []
-    for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(16)]:
+    at_once, batches = max(1, WRITTEN_AT_ONCE // length), []
+    for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(at_once)]:
         ids = torch.full((rows, 1), start, dtype=torch.long, device=source.device)
         cache, step = None, ids
         while ids.shape[1] < length:
             out = model(step, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            probabilities = out.logits[:, -1].float().softmax(-1)
-            step = torch.multinomial(probabilities, 1, generator=generator)
+            step = draw_tokens(out.logits[:, -1], generator)
             ids = torch.cat([ids, step], dim=1)
         batches.append(ids.cpu())
     return torch.cat(batches)
+
+
+def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token of each row, ``(B, 1)``, by the probabilities of its ``(B, V)`` logits.
+
+    One number decides: torch.multinomial draws one for every token of the vocabulary, more work than a small model.
+    """
+    below = logits.float().softmax(-1).cumsum(-1)  # probability of this token and all before it
+    drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * below[:, -1:]
+    return torch.searchsorted(below, drawn, right=True).clamp_(max=logits.shape[1] - 1)
