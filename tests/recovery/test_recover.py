@@ -239,6 +239,30 @@ def test_adapters_begin_alike_whatever_was_drawn_before(place):
     assert torch.equal(*begun) and begun[0].count_nonzero()
 
 
+def test_texts_may_be_in_memory(place):
+    texts = (place / "manual.txt").read_text(encoding="utf-8").split("\n\n")
+    source = rankfold.open_model(place / "dense", device="cpu")
+    ways = (texts, rankfold.load_calibration(texts, source, num_samples=256, max_length=64))
+    for calibration in ways:
+        found = recover(place / "small", place / "dense", calibration=calibration, **OPTIONS | {"tokens": 4096})
+        (name,) = found.record["recovery"]["held_out"]
+        assert found.recovered and name == "list" and found.record["recovery"]["calibration"] == {"list": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("calibration", "said"),
+    [
+        ([torch.arange(40), torch.arange(50)], "sequences of one length, and 'list' holds sequences"),
+        (IDS[:1], "'Tensor' has a single sequence"),
+        (3, "calibration data is .*; got int"),
+        ({"manual.txt": 0}, "share of calibration text 'manual.txt' must be a number above 0"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(calibration, said, place):
+    with pytest.raises(rankfold.RankfoldError, match=said):
+        recover(place / "small", place / "dense", calibration=calibration, **OPTIONS)
+
+
 def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monkeypatch):
     step = module.Distiller.training_step
     for stop in (3, 7, 5):  # steps of a process until it is killed

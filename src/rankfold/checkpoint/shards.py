@@ -67,6 +67,11 @@ def write_around(folder: Path, source, config) -> None:
     config.save_pretrained(folder)
     if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)
+    write_processors(folder, source)
+
+
+def write_processors(folder: Path, source) -> None:
+    """Write the tokenizer where there is one, and other files that a model's inputs are made by."""
     if source.processors.has_tokenizer:
         save_tokenizer(source.tokenizer, folder)
     files = source.processors.files

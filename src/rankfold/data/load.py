@@ -125,7 +125,7 @@ def _sendable(tokens: CalibrationData) -> CalibrationData | dict[str, Any]:
 
 
 def _load(data, model, tokenizer, options: DrawOptions) -> CalibrationData:
-    shares = _named(data)
+    shares = named(data)
     if shares is None:
         return samples_in_memory(data, model, options, tokenizer)
     names = [*shares]
@@ -152,7 +152,7 @@ def _images(names: list[str], model, options: DrawOptions, processor) -> Calibra
     return draw(names[0], rows, model, options, processor)
 
 
-def _named(data) -> dict[str, float] | None:
+def named(data) -> dict[str, float] | None:
     """Return the share of every text that is named; ``None`` where ``data`` holds the samples themselves."""
     if isinstance(data, str | Path):
         return shares_of(data)

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from ..checkpoint.load import load_model
 from ..checkpoint.streamed import open_streamed
 from ..compression.result import CompressionResult
 from ..data.calibration_data import CalibrationData, shown
-from ..data.load import load_undivided
-from ..data.mixing import DrawOptions, expanded, shares_of
+from ..data.load import load_undivided, named
+from ..data.mixing import DrawOptions, expanded
 from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.dense_model import DenseModel
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 
 Compressed = str | Path | PreTrainedModel | CompressionResult
 Teacher = str | Path | PreTrainedModel | DenseModel
-Texts = str | Path | Sequence[str | Path] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -105,29 +103,31 @@ def _recorded_teacher(record: dict) -> str:
     return f"{record['base_model']}@{record['revision']}" if "revision" in record else record["base_model"]
 
 
-def load_texts(
-    calibration: Texts, source: DenseModel, options: Options, sequences: float
-) -> dict[str, CalibrationData]:
+def load_texts(calibration, source: DenseModel, options: Options, sequences: float) -> dict[str, CalibrationData]:
     """Return name -> sequences to train on, and held-out ones.
 
     Args:
+        calibration: as for :func:`rankfold.load_calibration`.
         sequences: to train on, of all texts together; each gives its share.
 
     Raises:
-        OptionError: two texts have one name, or one has a single sequence.
+        OptionError: two texts have one name, one has a single sequence, or sequences differ in length.
     """
-    found = {}
-    for text, share in expanded(shares_of(calibration)).items():
-        name, samples = shown(text), max(1, round(sequences * share))
+    found, shares = {}, named(calibration)
+    for data, share in expanded(shares).items() if shares else [(calibration, 1.0)]:
+        samples = max(1, round(sequences * share))
+        drawn = DrawOptions(samples, options.length, options.seed, options.text_column)
+        text = data if isinstance(data, CalibrationData) else load_undivided(data, source, drawn)
+        name = shown(text.name)
         if name in found:
             raise OptionError(f"two texts are called {name!r}; rename one")
-        found[name] = load_undivided(
-            text, source, DrawOptions(samples, options.length, options.seed, options.text_column)
-        )
-        if found[name].held_out is None:
+        if text.kind is not None:
+            raise OptionError(f"training takes sequences of one length, and {name!r} holds {text.kind}; give texts")
+        if text.held_out is None:
             raise OptionError(
                 f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
             )
+        found[name] = text
     return found
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ from ..checkpoint.saving import creating
 from ..compression.probe_texts import describe_probe_texts
 from ..data.built_in import DEFAULT_TEXT
 from ..data.calibration_data import CalibrationData, shown
-from ..data.mixing import shares_of
+from ..data.load import named
 from ..data.probes import Probes
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
@@ -41,7 +42,6 @@ from .opening import (
     Compressed,
     Given,
     Teacher,
-    Texts,
     load_texts,
     open_student,
     open_student_streamed,
@@ -74,7 +74,7 @@ def recover(
     model: Compressed,
     teacher: Teacher | None = None,
     *,
-    calibration: Texts = DEFAULT_TEXT,
+    calibration: Any = DEFAULT_TEXT,
     output: str | Path | None = None,
     tune: Tune = "all",
     loss: Loss = "kl",
@@ -103,7 +103,8 @@ def recover(
         model: folder or hub id of what ``compress`` wrote, what it returned, or a model in memory; it is not changed.
         teacher: the dense model; by default the one that ``compress`` had, or the one on the hub that the record of the
             checkpoint names.
-        calibration: texts to train on, as for :func:`rankfold.compress`; shares as numbers.
+        calibration: texts to train on, as for :func:`rankfold.compress`: names with or without shares, a list of texts,
+            a ``datasets.Dataset``, or token ids of one length.
         output: folder to write, resumable while it is unfinished; ``None``: in memory.
         tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on
             those of the MLPs. ``norms``: norms only.
@@ -153,7 +154,8 @@ def recover(
         run = recovery.started(work, keep=output is not None)
         record = recovery.train(run)
         facts = record["recovery"]
-        facts |= {"calibration": {shown(text): share for text, share in shares_of(calibration).items()}}
+        shares = named(calibration) or dict.fromkeys(texts, 1.0)
+        facts |= {"calibration": {shown(text): share for text, share in shares.items()}}
         facts |= {"minutes": minutes, "adapter": adapter, "seconds": time.monotonic() - begin}
         facts |= {"processes": process_count()}
         if not facts["recovered"] and isinstance(run, WholeModel):

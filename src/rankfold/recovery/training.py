@@ -23,6 +23,9 @@ DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole
 WARM_UP = 0.05  # fraction of all steps
 LEAST_WARM_UP = 3  # steps, of a run that has twice as many: AdamW knows little of the gradients before
 AT_ONCE = 2048  # tokens of a forward and backward pass
+_CHECKPOINTING = "activation_checkpointing"  # as transformers calls it from 5.23 on
+if _CHECKPOINTING not in TrainingArguments.__dataclass_fields__:
+    _CHECKPOINTING = "gradient_checkpointing"
 
 
 class Distiller(Trainer):
@@ -170,7 +173,16 @@ def sequences_of_step(batch_tokens: int, length: int) -> int:
 
 
 def arguments(
-    folder: Path, *, steps: int, batch: int, length: int, every: int, device: torch.device, keep: bool, **others
+    folder: Path,
+    *,
+    steps: int,
+    batch: int,
+    length: int,
+    every: int,
+    device: torch.device,
+    keep: bool,
+    checkpointing: bool = False,
+    **others,
 ) -> TrainingArguments:
     """Return the settings of a run.
 
@@ -181,10 +193,12 @@ def arguments(
         length: tokens of a sequence.
         every: steps between two checkpoints.
         keep: whether checkpoints are written at all.
+        checkpointing: compute activations again in the backward pass.
         others: of TrainingArguments.
     """
     own = batch // process_count()
     at_once = next(n for n in range(min(own, max(1, AT_ONCE // length)), 0, -1) if own % n == 0)
+    others |= {_CHECKPOINTING: True} if checkpointing else {}
     found = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,

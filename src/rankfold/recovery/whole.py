@@ -6,6 +6,7 @@ Shape legend: N sequences, T tokens.
 import functools
 import itertools
 import json
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
 from .._utils.present import present
 from .._utils.processes import from_first, gather, on_first, outside_exchanges
+from ..checkpoint.shards import write_processors
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
 from ..data.probes import Probes
 from ..models.dense_model import DenseModel
-from ..models.tokenizer import save_tokenizer
 from .cached import CachedStates
 from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
 from .loss import Head
+from .memory import training_memory
 from .options import Options, Settings
 from .training import (
     Distiller,
@@ -40,6 +42,8 @@ from .training import (
     trains_in_bf16,
 )
 from .tuning import mask_of_zeros, prepared, round_weights, without_dropout
+
+log = logging.getLogger(__name__)
 
 STEPS = "steps.json"
 HELD_OUT, PROBES = "held out: ", "probe texts"  # what losses are of, in a cache
@@ -153,8 +157,7 @@ class WholeModel:
         common: dict = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, "keep": self.keep}
         common |= {"report_to": self.settings.report_to}
         common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
-        if self.settings.gradient_checkpointing:
-            common["gradient_checkpointing"] = True
+        common["checkpointing"] = self.settings.gradient_checkpointing
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
         with without_dropout(student), evaluating(self.dense):
             scores = SCORES
@@ -162,7 +165,9 @@ class WholeModel:
                 scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
                 steps = min(steps, most)
             judge.every = max(1, steps // scores)
-            trainer = make(args(steps=steps, every=judge.every))
+            settled = args(steps=steps, every=judge.every)
+            trained, memory = self._announced(settled)
+            trainer = make(settled)
             checkpoint = from_first(lambda: last_checkpoint(work))
             with outside_exchanges():
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -170,10 +175,33 @@ class WholeModel:
         return {
             "steps": trainer.state.global_step,
             "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
-            "tuned_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+            "tuned_parameters": trained,
+            "estimated": {"peak_memory_bytes": memory},
             "best_step": judge.best["step"],
             "history": judge.history,
         }
+
+    def _announced(self, args: TrainingArguments) -> tuple[int, int]:
+        """Say what is trained, for how long and in how much memory; return how many weights, and the bytes."""
+        trained = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
+        memory = training_memory(
+            self.network,
+            self.student,
+            [self.dense, self.source.model],
+            self.ids[:1].to(self.student.device),
+            loss=self.options.loss,
+            at_once=args.per_device_train_batch_size,
+            steps_accumulated=args.gradient_accumulation_steps,
+            checkpointing=self.settings.gradient_checkpointing,
+        )
+        log.info(
+            "training %s weights, %d steps of %s tokens; memory about %.2f GiB in addition to the program",
+            f"{trained:,}",
+            args.max_steps,
+            f"{self.batch * self.ids.shape[1]:,}",
+            memory / 2**30,
+        )
+        return trained, memory
 
     def probe_losses(self) -> ProbeLosses | None:
         """Return the losses on the probe texts once it is trained; ``None`` where there are none."""
@@ -203,7 +231,7 @@ class WholeModel:
         folder.mkdir()
         self.network.save_pretrained(folder)
         if not self.settings.adapter:
-            save_tokenizer(self.source.tokenizer, folder)
+            write_processors(folder, self.source)
 
 
 def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
