@@ -29,8 +29,8 @@ def training_memory(
 ) -> int:
     """Estimate the peak of a training, in addition to the program and its libraries.
 
-    What a forward keeps for the backward pass differs by family, so it is measured, on one sequence and on two. The
-    estimate is of one process, and of its share of a step.
+    What a forward keeps for the backward pass differs by family, so it is measured: on a sequence, and on two where
+    training takes several at once. The estimate is of one process, and of its share of a step.
 
     Args:
         network: what is trained: ``student``, or adapters around it.
@@ -42,9 +42,14 @@ def training_memory(
     """
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     config, decoder = student.config.get_text_config(), student.get_decoder()
-    one, two = (kept_for_backward(network, decoder, ids.expand(count, -1)) for count in (1, 2))
-    each, blocks = two - one, config.num_hidden_layers
-    always = one - each  # weights that autocast has cast
+    blocks = config.num_hidden_layers
+    # No more at once than training itself will keep: with checkpointing about what one block does.
+    some = ids[:, : max(1, ids.shape[1] // blocks)] if checkpointing else ids
+    one = kept_for_backward(network, decoder, some)
+    takes_two = at_once > 1 or checkpointing
+    two = kept_for_backward(network, decoder, some.expand(2, -1)) if takes_two else 2 * one
+    each = (two - one) * ids.numel() // some.numel()
+    always = 2 * one - two  # weights that autocast has cast
     kept, inside = at_once * each, at_once * each // blocks  # in all blocks, and in one
     if checkpointing:  # what enters every block
         kept = at_once * blocks * 4 * ids.numel() * config.hidden_size
