@@ -6,14 +6,19 @@ Shape legend: B sequences of a forward, T tokens, V vocabulary.
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from .._utils.processes import process_count
 from .loss import POSITIONS, Loss, hidden_states
-from .training import training_context, trains_in_bf16
+from .training import recomputes, training_context, trains_in_bf16
 
 # Bytes for each weight that is trained: AdamW's two moments, and the gradient.
 OPTIMISER, GRADIENT = 8, 4
+
+
+def trained_weights(network: nn.Module) -> int:
+    """Count the weights that training changes."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
 def training_memory(
@@ -21,11 +26,8 @@ def training_memory(
     student: PreTrainedModel,
     others: list[nn.Module],
     ids: Tensor,
-    *,
     loss: Loss,
-    at_once: int,
-    steps_accumulated: int,
-    checkpointing: bool,
+    args: TrainingArguments,
 ) -> int:
     """Estimate the peak of a training, in addition to the program and its libraries.
 
@@ -36,11 +38,10 @@ def training_memory(
         network: what is trained: ``student``, or adapters around it.
         others: models beside it, whose weights count where they are in memory.
         ids: ``(1, T)`` a sequence.
-        at_once: sequences of a forward and backward pass.
-        steps_accumulated: such passes of a step of the optimiser.
-        checkpointing: whether activations inside a block are computed again in the backward pass.
+        args: of the training; see :func:`.training.arguments`.
     """
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    trained, at_once = trained_weights(network), args.per_device_train_batch_size
+    checkpointing = recomputes(args)
     config, decoder = student.config.get_text_config(), student.get_decoder()
     blocks = config.num_hidden_layers
     # No more at once than training itself will keep: with checkpointing about what one block does.
@@ -58,7 +59,7 @@ def training_memory(
     chunk = at_once * min(POSITIONS, ids.shape[1]) * config.vocab_size * of_logit
     gradients = GRADIENT * trained * (1 + (process_count() > 1))  # DDP sends copies of them
     # A backward pass begins with the loss; then a block's activations have gradients, or are computed again.
-    begin = kept + max(chunk, inside) + (gradients if steps_accumulated > 1 else 0)
+    begin = kept + max(chunk, inside) + (gradients if args.gradient_accumulation_steps > 1 else 0)
     end = inside + gradients
     weights = sum(_storages([x for m in (network, *others) for x in (*m.parameters(), *m.buffers())]).values())
     return weights + OPTIMISER * trained + always + max(begin, end)

@@ -113,6 +113,11 @@ class MarkWhole(TrainerCallback):
         on_first((Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / DONE).touch)
 
 
+def recomputes(args: TrainingArguments) -> bool:
+    """Tell whether activations inside a block are computed again in the backward pass."""
+    return getattr(args, _CHECKPOINTING)
+
+
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest whole checkpoint in a folder of Trainer; ``None`` where there is none."""
     whole = {int(mark.parent.name.rpartition("-")[2]): mark.parent for mark in folder.glob(f"checkpoint-*/{DONE}")}

@@ -28,7 +28,7 @@ from ..models.dense_model import DenseModel
 from .cached import CachedStates
 from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
 from .loss import Head
-from .memory import training_memory
+from .memory import trained_weights, training_memory
 from .options import Options, Settings
 from .training import (
     Distiller,
@@ -183,16 +183,14 @@ class WholeModel:
 
     def _announced(self, args: TrainingArguments) -> tuple[int, int]:
         """Say what is trained, for how long and in how much memory; return how many weights, and the bytes."""
-        trained = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
+        trained = trained_weights(self.network)
         memory = training_memory(
             self.network,
             self.student,
             [self.dense, self.source.model],
             self.ids[:1].to(self.student.device),
-            loss=self.options.loss,
-            at_once=args.per_device_train_batch_size,
-            steps_accumulated=args.gradient_accumulation_steps,
-            checkpointing=self.settings.gradient_checkpointing,
+            self.options.loss,
+            args,
         )
         log.info(
             "training %s weights, %d steps of %s tokens; memory about %.2f GiB in addition to the program",
