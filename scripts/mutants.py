@@ -67,6 +67,8 @@ PROTECTED = {
         "test_runner or given_whole or units_go and method0",
     ),
     "data/*.py": (["tests/data"], ""),
+    "evaluation/*.py": (["tests/evaluation"], ""),
+    "recovery/*.py": (["tests/recovery"], "not weights-fp32 and not weights-bf16"),
     "compression/held_out.py": (
         [HELD_OUT, ENCODERS],
         f"{OF_NO_FAMILY} and not test_encoders or llama or opt or states_have_moved and modegpt",
