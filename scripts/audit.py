@@ -132,8 +132,8 @@ def counts(text: str) -> Iterator[Finding]:
         yield Finding("methods to compare with", "over twenty", "over twenty" if 20 < methods < 30 else str(methods))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {"Python": project["requires-python"], **dict(map(requirement, project["dependencies"]))}
-    for name, version in re.findall(r"\b(Python|PyTorch|transformers) (\d+\.\d+)", text):
-        bound = re.search(r">=(\d+\.\d+)", needed[{"PyTorch": "torch"}.get(name, name)])
+    for name, version in re.findall(r"\b(Python|PyTorch|transformers) (\d+(?:\.\d+)+)", text):
+        bound = re.search(r">=([\d.]+)", needed[{"PyTorch": "torch"}.get(name, name)])
         yield Finding(f"least version of {name}", version, bound[1] if bound else "")
 
 

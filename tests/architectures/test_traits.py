@@ -1,10 +1,13 @@
 """Traits that only some blocks or some checkpoints of a family have."""
 
 import pytest
+import torch
 import transformers as t
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
 import rankfold
 from families import GQA, opened
+from rankfold.architectures import part_of
 from rankfold.compression.importance import statistics_of
 from rankfold.compression.latency import likeness
 from rankfold.errors import UnsupportedModelError
@@ -38,3 +41,19 @@ def test_what_is_measured_is_what_any_block_needs():
     method = rankfold.make_method("modegpt")
     assert {"query_key", "key_spread"} <= statistics_of(opened("smollm3"), method)
     assert "key_spread" not in statistics_of(opened("llama"), method)
+
+
+def test_a_tower_answers_to_the_usual_names_with_older_transformers_too(monkeypatch):
+    with torch.device("meta"):
+        model = t.AutoModelForImageTextToText.from_config(t.Qwen2VLConfig(vision_config={"depth": 3, "num_heads": 4}))
+    monkeypatch.setattr(Qwen2VLVisionConfig, "attribute_map", {})
+    config = part_of(model, "vision").config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+    assert "num_hidden_layers" not in config.to_dict()
+
+
+def test_tables_of_three_positions_a_token_are_refused_in_one_line():
+    """As the attention of Qwen2-VL gets them from transformers before 5.20."""
+    attention, tables = opened("llama").block(0).attention, (torch.ones(3, 1, 4, 8), torch.ones(3, 1, 4, 8))
+    with pytest.raises(UnsupportedModelError, match="^this model .* three positions a token.*install transformers>=5"):
+        attention.angles({"position_embeddings": tables})

@@ -12,6 +12,7 @@ import transformers
 
 import rankfold
 from families import opened, some_ids, tiny_model, tokens
+from versions import needs
 
 FAMILIES = (
     "qwen2_moe",
@@ -134,6 +135,7 @@ def test_on_disk_in_bf16_copied_and_trained(place, tmp_path):
 
 
 def batched(model):
+    needs("transformers", "5.20", "pages of a continuous batch are set by other names")
     settings = transformers.GenerationConfig(**GREEDY | {"eos_token_id": -1})
     pages = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=64)
     found = model.generate_batch(

@@ -19,6 +19,7 @@ from rankfold.methods.result import put_attention
 from rankfold.models.dense_model import DenseModel
 from tiny_encoders import ENCODERS, opened_encoder, packed, samples_of, states, tiny_encoder
 from tiny_pairs import picture, write_pairs
+from versions import needs_merged_tables
 
 TOWERS = [family for family in ENCODERS if family.startswith("qwen")]
 SIZES = ((4, 6), (6, 6), (2, 8), (6, 6))  # two alike, and 2 x 8 is two windows of Qwen2.5-VL
@@ -82,6 +83,7 @@ def test_moments_are_of_what_sees_each_other(family):
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """A folder with the tower compressed, and with the language model too."""
+    needs_merged_tables()
     folder = tmp_path_factory.mktemp("both")
     tiny_encoder("qwen2.5-vl").save_pretrained(folder / "dense")
     parts = [rankfold.open_model(folder / "dense", device="cpu", component=part) for part in ("vision", "language")]

@@ -9,6 +9,7 @@ from families import GQA, IDS, VISION, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
 from tiny_encoders import tiny_encoder
+from versions import needs_merged_tables
 
 METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
@@ -170,6 +171,8 @@ SEEING = {
 
 @pytest.mark.parametrize("family", sorted(SEEING))
 def test_parts_of_models_that_see(family, tmp_path):
+    if family in ("qwen2_vl", "qwen2_5_vl"):
+        needs_merged_tables()
     cls, config, language, vision = SEEING[family]
     torch.manual_seed(0)
     model = cls(config()).eval()
@@ -193,6 +196,7 @@ def test_parts_of_models_that_see(family, tmp_path):
 
 def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():
     """Queries and keys of an image turn by its rows and columns; blocks get the table that the model makes of them."""
+    needs_merged_tables()
     torch.manual_seed(0)
     cls, config, _, _ = SEEING["qwen2_5_vl"]
     model = cls(config()).eval()

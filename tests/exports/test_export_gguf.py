@@ -13,6 +13,7 @@ import rankfold
 from families import opened, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from saved import save_tiny, save_tokenizer_over_characters
+from versions import needs
 
 GROUP = 32  # of Q8_0
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -167,6 +168,7 @@ def test_the_tokenizer_gives_the_same_ids_and_says_what_it_adds(place, tmp_path)
 
 def test_a_tokenizer_over_characters_merges_in_its_order(place, tmp_path):
     """llama.cpp merges the pair whose token has the best score; the reference is the order of the merges."""
+    needs("transformers", "5.23", "tokenizers of .gguf files begin no text with their token for it")
     shutil.copytree(place / "small", tmp_path / "small")
     save_tokenizer_over_characters(tmp_path / "small")
     rankfold.export(tmp_path / "small", tmp_path / "x.gguf", "gguf")

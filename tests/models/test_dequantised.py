@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import rankfold
 from families import GQA, IDS
 from rankfold.errors import UnsupportedModelError
+from versions import needs
 
 BLOCKS = {
     **GQA,
@@ -64,6 +65,7 @@ def configure(folder, **fields):
 
 @pytest.mark.parametrize("method", QUANTISERS)
 def test_the_way_to_a_dense_model_that_is_said_leads_there(tmp_path, method):
+    needs("transformers", "5.21", "its own way from fp8 and mxfp4 to a dense model fails")
     make, quantise, fields, config = QUANTISERS[method]
     folder = tmp_path / "quantised"
     make().save_pretrained(folder)

@@ -155,7 +155,8 @@ def test_no_weight_of_an_expert_is_sent_twice(place, name, part):
     assert codes == [0, 0], err
     states = [load_file(path) for path in (where / name).glob("model-*.safetensors")]
     written = sum(t.nbytes for state in states for key, t in state.items() if ".layers." in key)
-    assert 0 < sum(map(int, out.split())) < part * written
+    sent = [int(line) for line in out.split("\n") if line.isdigit()]  # among what gloo of PyTorch 2.9 prints
+    assert 0 < sum(sent) < part * written
 
 
 @pytest.fixture(scope="module")

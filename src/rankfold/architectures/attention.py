@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError
 from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import AttentionSpec, ByConfig
@@ -153,12 +154,20 @@ class AttentionView:
 
         Args:
             call: what the block is called with: the model's tables, or position numbers.
+
+        Raises:
+            UnsupportedModelError: the tables are for several positions a token.
         """
         if self.spec.rotary_base is not None:
             frequencies = own_frequencies(self.spec.rotary_base, self.rotary_dim)
             angles = call["position_ids"][..., None] * frequencies.to(call["position_ids"].device)
             return angles.cos(), angles.sin()
         (cos, sin), pairs = call["position_embeddings"], self.rotary_dim // 2
+        if cos.dim() > 3:  # (3, B, T, width): three positions a token, of which the attention takes sections
+            raise UnsupportedModelError(
+                "this model turns its heads by three positions a token, which is read from transformers 5.20 on; "
+                "install transformers>=5.20"
+            )
         return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
 
     @property

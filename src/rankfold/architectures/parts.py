@@ -159,12 +159,21 @@ def _tower(model: nn.Module, name: str, towers: dict[str, str]) -> Part:
     module: Any = model.get_submodule(path)
     family = family_of(module.config)
     assert family is not None  # or it would not be among the towers
+    _complete_names(module.config)
     check_config(family, module.config)
     blocks = _path_of(module, family.blocks)
     # A class with a head has the encoder inside; what the head is for only its user knows.
     base = module.base_model_prefix if blocks.partition(".")[0] == module.base_model_prefix else ""
     spec = replace(family, blocks=f"{path}.{blocks}".lstrip("."))
     return Part(name, spec, f"{path}.{base}".strip("."), module.config)
+
+
+def _complete_names(config: Any) -> None:
+    """Let the config of a tower answer to the usual names; Qwen's does from transformers 5.23 on."""
+    usual = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+    missing = {name: own for name, own in usual.items() if not hasattr(config, name) and hasattr(config, own)}
+    if missing:
+        type(config).attribute_map = type(config).attribute_map | missing
 
 
 def _path_of(module: nn.Module, blocks: str) -> str:

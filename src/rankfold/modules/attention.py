@@ -16,6 +16,7 @@ from .kernels import (
     add_bias,
     angles_at,
     attend_one,
+    by_place,
     eager_attention,
     of_one_length,
     rotary_table,
@@ -91,7 +92,7 @@ class CompressedAttention(nn.Module):
             check_range(self.rotary_pairs, self.rotary_dim // 2 + 1, f"{name}.rotary_pairs")
 
     def forward(self, hidden_states, *args, **kwargs):
-        return self._forward(hidden_states, **dict(zip(self.names, args, strict=False)), **kwargs)
+        return self._forward(hidden_states, **by_place(self.names, args), **kwargs)
 
     def _forward(self, hidden_states, *, residual=None, past_key_values=None, layer_past=None, **kwargs):
         past = past_key_values if past_key_values is not None else layer_past

@@ -7,6 +7,11 @@ import torch
 from torch import nn
 
 
+def by_place(names, args):
+    """Arguments given by place, by their names; torch.compile of PyTorch 2.9 traces no zip of another length."""
+    return {names[place]: value for place, value in enumerate(args)}
+
+
 def rotary_table(cos, sin, half, interleaved):
     """Cosine and sine of every rotary pair, and of one that does not turn, (B or 1, T, 2, half + 1).
 

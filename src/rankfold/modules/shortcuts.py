@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .kernels import by_place
+
 
 class ShortcutBlock(GradientCheckpointingLayer):
     """``y = S1 x + attention(N(x))``, ``z = S2 y + mlp(N(y))``.
@@ -43,7 +45,7 @@ class ShortcutBlock(GradientCheckpointingLayer):
         self.leave = nn.Linear(behind, self.width, bias=False) if spec["leaves"] else None
 
     def forward(self, hidden_states, *args, **kwargs):
-        kwargs |= zip(self.names, args, strict=False)
+        kwargs |= by_place(self.names, args)
         given = {name: value for name, value in kwargs.items() if value is not None}
         x = hidden_states if self.enter is None else self.enter(hidden_states)
         attention = self.get_submodule(self.paths["attention"])

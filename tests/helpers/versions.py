@@ -1,0 +1,17 @@
+"""Tests of what only newer versions of a dependency do."""
+
+from importlib.metadata import version
+
+import pytest
+from packaging.version import Version
+
+
+def needs(package: str, least: str, lacking: str) -> None:
+    """Skip what runs, with older versions of a package; ``lacking`` is what their users do without."""
+    if Version(version(package)) < Version(least):
+        pytest.skip(f"{package} < {least}: {lacking}")
+
+
+def needs_merged_tables() -> None:
+    """For language models of Qwen2-VL and Qwen2.5-VL."""
+    needs("transformers", "5.20", "rotary tables of three positions a token, which are refused")
