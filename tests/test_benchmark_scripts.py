@@ -281,7 +281,8 @@ def test_the_table_of_large_models_is_what_plans_say():
     assert list(rows) == [f"{name} {method}" for name in configs for method in large.METHODS]
     for name, method in (("Llama 70B", "modegpt"), ("Llama 7B", "rankfold")):
         expected = large.row(configs[name], method)
-        assert {key: rows[f"{name} {method}"][key] for key in expected} == expected
+        found = {key: rows[f"{name} {method}"][key] for key in expected}
+        assert found.pop("minutes") == pytest.approx(expected.pop("minutes")) and found == expected
     assert record["config"]["rates_are_measured"] is False
 
 

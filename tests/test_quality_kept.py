@@ -95,9 +95,9 @@ def test_a_plan_is_that_of_the_first_run(source):
 def test_what_no_sparsity_keeps_is_said(source, tmp_path):
     data = with_held_out(calibration())
     with pytest.raises(
-        OptionError, match=r"keep_quality=0.9999 is not kept at any sparsity from 0.005 on that was tried"
+        OptionError, match=r"keep_quality=0.999999 is not kept at any sparsity from 0.005 on that was tried"
     ):
-        rankfold.compress(source, keep_quality=0.9999, calibration=data, method="svd", output=tmp_path / "small")
+        rankfold.compress(source, keep_quality=0.999999, calibration=data, method="svd", output=tmp_path / "small")
     assert not [*tmp_path.iterdir()]
 
 

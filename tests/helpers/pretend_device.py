@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
@@ -204,7 +205,9 @@ def pretend_device() -> Iterator[None]:
     torch._C._set_only_lift_cpu_tensors(True)
     waits.clear()
     try:
-        with pytest.MonkeyPatch.context() as patch, _Mode(), torch.autograd.set_multithreading_enabled(False):
+        # Other kernels of a PyTorch that was built for CUDA ask its driver, which may not be there.
+        formula, one_thread = sdpa_kernel(SDPBackend.MATH), torch.autograd.set_multithreading_enabled(False)
+        with pytest.MonkeyPatch.context() as patch, _Mode(), one_thread, formula:
             for name, value in {
                 "_lazy_init": lambda: None,
                 "get_device_capability": lambda *_: (9, 0),
@@ -216,7 +219,7 @@ def pretend_device() -> Iterator[None]:
                 patch.setattr(torch.cuda, name, value)
             for name, value in {
                 "is_available": lambda: True,
-                "current_accelerator": lambda *_: CUDA,
+                "current_accelerator": lambda **_: CUDA,
                 "device_count": lambda: 1,
                 "synchronize": lambda *_: None,
             }.items():

@@ -12,6 +12,12 @@ def needs(package: str, least: str, lacking: str) -> None:
         pytest.skip(f"{package} < {least}: {lacking}")
 
 
+def before(package: str, first: str, lacking: str) -> None:
+    """Skip what does not run with newer versions of a package, of this one on."""
+    if Version(version(package)) >= Version(first):
+        pytest.skip(f"{package} >= {first}: {lacking}")
+
+
 def needs_merged_tables() -> None:
     """For language models of Qwen2-VL and Qwen2.5-VL."""
     needs("transformers", "5.20", "rotary tables of three positions a token, which are refused")

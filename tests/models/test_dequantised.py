@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers as t
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 import rankfold
@@ -86,8 +87,9 @@ def test_the_way_to_a_dense_model_that_is_said_leads_there(tmp_path, method):
 
     model = t.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config(dequantize=True))
     model.save_pretrained(tmp_path / "again")
-    with pytest.raises(UnsupportedModelError, match=re.escape("save_pretrained(OUT, save_original_format=False)")):
-        rankfold.open_model(tmp_path / "again", device="cpu")
+    if Version(t.__version__) < Version("5.24"):  # which saves it dense at once
+        with pytest.raises(UnsupportedModelError, match=re.escape("save_pretrained(OUT, save_original_format=False)")):
+            rankfold.open_model(tmp_path / "again", device="cpu")
     model.save_pretrained(tmp_path / "dense", save_original_format=False)
     source = rankfold.open_model(tmp_path / "dense", device="cpu")
     ids = torch.arange(20)[None]

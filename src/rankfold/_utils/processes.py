@@ -87,7 +87,7 @@ def joined() -> Generator[None]:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    where = torch.accelerator.current_accelerator() or torch.device("cpu")
+    where = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (
         torch.distributed.get_default_backend_for_device(where) == "gloo"
     )

@@ -1,6 +1,10 @@
 """GPT-J: parallel block; rotary embedding in adjacent pairs, by angles that the attention makes itself."""
 
+from importlib.metadata import version
+
 from .spec import Architecture, AttentionSpec, MLPSpec, NormsSpec
+
+BEFORE_5_24 = tuple(map(int, version("transformers").split(".")[:2])) < (5, 24)
 
 ARCHITECTURES = (
     Architecture(
@@ -21,6 +25,6 @@ ARCHITECTURES = (
         mlp=MLPSpec(up="mlp.fc_in", down="mlp.fc_out", width="n_inner", activation="mlp.act"),
         middle=None,
         norms=NormsSpec(("ln_1",), ("ln_1",), centres=True),
-        returns_tuple=True,
+        returns_tuple=BEFORE_5_24,
     ),
 )

@@ -44,7 +44,7 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         OptionError: unknown name, or a device that is not available here.
     """
-    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
         return available or torch.device("cpu")
     kind, colon, index = name.partition(":")

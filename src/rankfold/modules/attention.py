@@ -20,6 +20,7 @@ from .kernels import (
     eager_attention,
     of_one_length,
     rotary_table,
+    take_cache,
     turn,
     within,
 )
@@ -94,9 +95,8 @@ class CompressedAttention(nn.Module):
     def forward(self, hidden_states, *args, **kwargs):
         return self._forward(hidden_states, **by_place(self.names, args), **kwargs)
 
-    def _forward(self, hidden_states, *, residual=None, past_key_values=None, layer_past=None, **kwargs):
-        past = past_key_values if past_key_values is not None else layer_past
-        output, weights = self._mixed(hidden_states, past, **kwargs)
+    def _forward(self, hidden_states, *, residual=None, **kwargs):
+        output, weights = self._mixed(hidden_states, take_cache(kwargs), **kwargs)
         output = self._sent(output)
         return (output if residual is None else output + residual), weights
 
@@ -186,6 +186,8 @@ class CompressedAttention(nn.Module):
         mask = self._masked(query, key.shape[2], attention_mask, alibi, position_bias)
         if "cache" in kwargs:  # of pages, for the attention function; what one layer caches is named otherwise
             query, key, value = self._as_dense(query, key, value)
+            if "cache" in self.names:  # from transformers 5.24 on the layer fills them, before that the function
+                key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
         elif query.shape[2] > 1 or key.shape[2] == 1:  # one token at a time, padding would copy the cache
             query, key, value = self._evened(query, key, value)
         # vLLM looks for this call by these names, and puts its own attention in its place.

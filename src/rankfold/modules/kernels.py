@@ -5,11 +5,24 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, R kept quer
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 
 def by_place(names, args):
     """Arguments given by place, by their names; torch.compile of PyTorch 2.9 traces no zip of another length."""
     return {names[place]: value for place, value in enumerate(args)}
+
+
+def take_cache(kwargs):
+    """Take the cache of keys and values out of what an attention is called with; ``None`` where there is none.
+
+    Families name it ``past_key_values`` or ``layer_past``, and all of them ``cache`` from transformers 5.24 on; what
+    else comes as ``cache`` are the pages of continuous batching.
+    """
+    found = [kwargs.pop("past_key_values", None), kwargs.pop("layer_past", None)]
+    if "cache" in kwargs and isinstance(kwargs["cache"], Cache | None):
+        found.append(kwargs.pop("cache"))
+    return next((past for past in found if past is not None), None)
 
 
 def rotary_table(cos, sin, half, interleaved):
