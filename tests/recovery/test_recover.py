@@ -93,7 +93,7 @@ def test_it_gains_and_what_is_written_is_what_was_scored(place, recovered, tmp_p
     facts = text_of(result)
     assert result.recovered
     assert facts["perplexity_dense"] < facts["perplexity"] < facts["perplexity_before"]
-    assert tune == "norms" or facts["ratio"] < 0.98
+    assert tune == "norms" or facts["ratio"] < 0.975
     written = rankfold.load(result.output, device="cpu")
     assert sum(p.numel() for p in written.parameters()) == sum(p.numel() for p in before.parameters())
     assert {name: p.shape for name, p in written.state_dict().items()} == {
