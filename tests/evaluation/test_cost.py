@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from families import tiny_model
+from rankfold._utils.evaluating import new_cache
 from rankfold.errors import OptionError
 from rankfold.evaluation import cost as module
 from rankfold.evaluation import speed as timing
@@ -17,6 +18,34 @@ def test_bytes_on_disk_are_those_of_the_weights(tmp_path):
     assert bytes_on_disk(folder) == (folder / "model.safetensors").stat().st_size
     file = save_gguf(folder, tmp_path / "tiny.gguf")
     assert bytes_on_disk(file) == file.stat().st_size
+
+
+def test_what_is_decoded_is_what_generate_writes():
+    model, ids, given = tiny_model("llama"), torch.arange(3, 11).view(2, 4), []
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    model.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    assert min(timing.run(model, ids, steps=5)) > 0
+    assert [one.shape[1] for one in given] == [4, 1, 1, 1, 1, 1]  # what came before is in the cache
+    assert torch.equal(torch.cat(given, dim=1), written)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_has_the_name_that_the_forward_gives_it(name):
+    model = tiny_model("llama")
+    model.forward = {
+        "cache": lambda ids, cache=None: ids,  # transformers >= 5.24
+        "past_key_values": lambda ids, past_key_values=None: ids,
+    }[name]
+    assert list(new_cache(model)) == [name]
+
+
+def test_six_rounds_of_ids_that_all_models_know(monkeypatch):
+    models, largest = {"a": tiny_model("llama"), "b": tiny_model("llama")}, []
+    models["b"].config.vocab_size = 7
+    monkeypatch.setattr(timing, "run", lambda _, ids, steps: largest.append(int(ids.max())) or (1.0, 1.0))
+    speed(models, prompt=62, steps=2)
+    assert largest == [6] * 12  # five rounds, and the one before them
 
 
 def test_speeds_of_a_clock_turned_by_hand(monkeypatch):

@@ -1,6 +1,7 @@
 """Run a model as it is used, and leave its modes as they were."""
 
 import contextlib
+import inspect
 from collections.abc import Generator
 
 from torch import nn
@@ -16,3 +17,11 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def new_cache(model: nn.Module) -> dict:
+    """Return an empty cache of keys and values, by the name that the model's forward gives it."""
+    from transformers import DynamicCache
+
+    taken = inspect.signature(model.forward).parameters  # `cache` from transformers 5.24 on
+    return {"cache" if "cache" in taken else "past_key_values": DynamicCache(config=model.config)}

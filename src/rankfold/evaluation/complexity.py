@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .._utils.evaluating import new_cache
 from ..architectures import BlockView, architecture_of
 from ..compression.budget import attended_macs
 from ..errors import OptionError, UnsupportedModelError
@@ -134,7 +135,9 @@ def cache_bytes(model: PreTrainedModel) -> int:
     """Bytes by which the cache grows with every token."""
     tokens = 8
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-    cache = model(ids, use_cache=True).past_key_values
+    filled = new_cache(model)
+    model(ids, use_cache=True, **filled)
+    (cache,) = filled.values()
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .._utils.evaluating import new_cache
 from .._utils.hardware import now
 from .._utils.progress import track
 from ..architectures import context_of
@@ -111,12 +112,13 @@ def run(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[float, float]:
     """Seconds of the prefill and of the decode of one run over ``(B, T)`` ids."""
     device = model.device
     ids = ids.to(device)
+    cache = new_cache(model)
     started = now(device)
-    out = model(ids, use_cache=True, logits_to_keep=1)  # (B, 1, vocabulary)
+    out = model(ids, use_cache=True, logits_to_keep=1, **cache)  # (B, 1, vocabulary)
     filled = now(device)
     for _ in range(steps):
         token = out.logits[:, -1:].argmax(-1)  # (B, 1)
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(token, use_cache=True, **cache)
     return filled - started, now(device) - filled
 
 
