@@ -90,9 +90,11 @@ def written_out(task: str, row: dict) -> tuple[list[tuple[str, str]], int]:
 
 @torch.no_grad()
 def score(network, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
-    """Log-likelihood token by token, and whether each is the most likely one."""
+    """Log-likelihood token by token, and whether each is the most likely one; read is what the context has room for."""
     ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
-    logits = network(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    lost = max(0, len(ids) - 1 - network.config.max_position_embeddings)
+    ids, start = ids[lost:], start - lost
+    logits = network(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
     pairs = [(logits[t - 1, ids[t]].item(), logits[t - 1].argmax().item() == ids[t]) for t in range(start, len(ids))]
     return sum(value for value, _ in pairs), all(best for _, best in pairs)
 
