@@ -9,6 +9,7 @@ in turn.
     python benchmarks/draft.py --model stories260K --prompts 2 --tokens 16 --sparsities 0.5     # a try in seconds
 """
 
+import argparse
 import math
 import statistics
 import tempfile
@@ -37,27 +38,10 @@ DEFINITIONS = {
 
 
 def main() -> None:
-    parser = common.arguments(__doc__, "draft")
-    common.add_model(parser)
-    common.add_data(parser)
-    common.add_windows(parser)
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.65, 0.8])
-    parser.add_argument("--prompts", type=int, default=8, help=f"of {PROMPT} tokens each")
-    parser.add_argument("--tokens", type=int, default=48, help="written after every prompt")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error("--rounds is at least 2: quartiles are reported")
+    args = parsed(arguments(__doc__, "draft", [0.5, 0.65, 0.8]))
     source = common.open_source(args.model)
     tokens = common.calibration(args, source, CALIBRATION)
-    prompts = common.windows(source, common.data_file(args.data, TEXT), PROMPT)
-    prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
-    config = {
-        "model": common.describe_model(source),
-        "calibration": common.describe_tokens(tokens.ids, Path(CALIBRATION).name, tokens.seed),
-        "prompts": common.describe_tokens(prompts, Path(TEXT).name),
-        **{key: getattr(args, key) for key in ("tokens", "rounds", "sparsities")},
-    }
+    prompts, config = asked(args, source, tokens)
     record = common.Record(args.json, config, DEFINITIONS)
     dense = Counted(source.whole_model())
     with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
@@ -65,6 +49,44 @@ def main() -> None:
     for row in compare(dense, drafts, prompts, args.tokens, args.rounds):
         record.add(**row)
     common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def arguments(doc: str, name: str, sparsities: list[float]) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of drafts."""
+    parser = common.arguments(doc, name)
+    common.add_model(parser)
+    common.add_data(parser)
+    common.add_windows(parser)
+    parser.add_argument("--sparsities", type=float, nargs="+", default=sparsities)
+    parser.add_argument("--prompts", type=int, default=8, help=f"of {PROMPT} tokens each")
+    parser.add_argument("--tokens", type=int, default=48, help="written after every prompt")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds is at least 2: quartiles are reported")
+    return args
+
+
+def asked(args: argparse.Namespace, source, tokens) -> tuple[Tensor, dict]:
+    """Return the prompts, ``(P, PROMPT)`` ids spread over the text, and what the numbers depend on."""
+    prompts = common.windows(source, common.data_file(args.data, TEXT), PROMPT)
+    prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
+    return prompts, {
+        "model": common.describe_model(source),
+        "calibration": common.describe_tokens(tokens.ids, Path(CALIBRATION).name, tokens.seed),
+        "prompts": common.describe_tokens(prompts, Path(TEXT).name),
+        **{key: getattr(args, key) for key in ("tokens", "rounds", "sparsities")},
+    }
+
+
+def over(ratios: list[float]) -> dict:
+    """Return the median and the quartiles of the ratios of all rounds."""
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"ratio": ratio, "ratio quartiles": [low, high]}
 
 
 def compressed(source, tokens, sparsities: list[float], place: Path):
@@ -139,15 +161,13 @@ def row(name: str, facts: dict[str, dict], seconds: dict[str, list[float]], para
     # Every forward of the dense model writes one token of its own beside those that it takes.
     accepted = {"accepted": (count - mine["forwards"]) / mine["proposed"]} if mine["proposed"] else {}
     ratios = [base / own for own, base in zip(seconds[name], seconds[NONE], strict=True)]
-    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
         "name": name,
         "parameters": parameters,
         **accepted,
         "tokens per forward": count / mine["forwards"],
         "tokens/s": statistics.median(count / one for one in seconds[name]),
-        "ratio": ratio,
-        "ratio quartiles": [low, high],
+        **over(ratios),
         "same": sum(one == other for one, other in zip(mine["tokens"], plain, strict=True)),
         "prompts": len(plain),
     }

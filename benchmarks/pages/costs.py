@@ -284,13 +284,16 @@ def engines(record: dict) -> list[str]:
 def draft(record: dict) -> list[str]:
     """Return a line on whether any draft pays, and a row for each."""
     config, rows = record["config"], record["rows"]
+    llama = "llama_cpp" in config
+    size, same = ("file", []) if llama else ("parameters", ["same"])
 
     def shown(row: dict) -> list[str]:
         low, high = row["ratio quartiles"]
         accepted = f"{row['accepted']:.0%}" if "accepted" in row else ""
         speed = [f"{row['tokens/s']:.1f}", f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})"]
-        size, per_forward = f"{row['parameters'] / 1e6:.1f} M", f"{row['tokens per forward']:.2f}"
-        return [row["name"], size, accepted, per_forward, *speed, f"{row['same']} of {row['prompts']}"]
+        sized = f"{row['bytes'] / 1e6:.0f} MB" if llama else f"{row['parameters'] / 1e6:.1f} M"
+        found = [f"{row['same']} of {row['prompts']}"] if same else []
+        return [row["name"], sized, accepted, f"{row['tokens per forward']:.2f}", *speed, *found]
 
     pays = [row["name"] for row in rows if row["ratio quartiles"][0] > 1]
     said = (
@@ -303,12 +306,11 @@ def draft(record: dict) -> list[str]:
     return [
         f"- calibration: {windows(calibration)} of `{calibration['source']}`",
         f"{asked}; {config['rounds']} rounds",
+        f"- in llama.cpp {config['llama_cpp']}, {config['threads']} threads" if llama else "- in transformers",
         "",
         said,
         "",
-        *table(
-            ["draft", "parameters", "accepted", "tokens per forward", "tokens/s", "ratio", "same"], map(shown, rows)
-        ),
+        *table(["draft", size, "accepted", "tokens per forward", "tokens/s", "ratio", *same], map(shown, rows)),
     ]
 
 
