@@ -1,5 +1,6 @@
 """What a model costs, or two beside each other: speed by batch size, memory, bytes, parameters, operations."""
 
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def peak_memory(model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:
 
 
 def _growth_of_process(model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:
-    release_memory()  # what was freed before and is still held would hide what is taken now
+    gc.collect()  # what is freed meanwhile would hide what is taken, and so would what was freed and is still held
+    release_memory()
     before = process_status("VmRSS")
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far; see proc(5)
