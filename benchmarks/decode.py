@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCa
 import common
 from module_speed import summary
 from pages.costs import settled
+from rankfold._utils.evaluating import new_cache
 from rankfold.modules import METHOD_NAME
 
 DEFINITIONS = {
@@ -121,12 +122,12 @@ def stepper(model: nn.Module, batch: int, prompt: int, rounds: int, compiled: bo
     """One greedy step of a model; its cache holds the prompt and what the earlier steps wrote."""
     ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
     cache = StaticCache(config=model.config, max_cache_len=prompt + rounds + 2) if compiled else None
-    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    state = {"token": out.logits[:, -1:].argmax(-1), "cache": out.past_key_values}
+    cached = new_cache(model, cache)
+    state = {"token": model(ids, use_cache=True, logits_to_keep=1, **cached).logits[:, -1:].argmax(-1)}
     forward = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:
-        out = forward(state["token"], past_key_values=state["cache"], use_cache=True)
+        out = forward(state["token"], use_cache=True, **cached)
         state["token"] = out.logits[:, -1:].argmax(-1)
 
     return step

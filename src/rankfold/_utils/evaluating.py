@@ -3,8 +3,12 @@
 import contextlib
 import inspect
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 @contextlib.contextmanager
@@ -19,9 +23,10 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
-def new_cache(model: nn.Module) -> dict:
-    """Return an empty cache of keys and values, by the name that the model's forward gives it."""
+def new_cache(model: nn.Module, cache: "Cache | None" = None) -> "dict[str, Cache]":
+    """Return a cache of keys and values, empty if none is given, by the name that the model's forward gives it."""
     from transformers import DynamicCache
 
     taken = inspect.signature(model.forward).parameters  # `cache` from transformers 5.24 on
-    return {"cache" if "cache" in taken else "past_key_values": DynamicCache(config=model.config)}
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    return {"cache" if "cache" in taken else "past_key_values": cache}
