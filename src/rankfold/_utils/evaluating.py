@@ -3,12 +3,12 @@
 import contextlib
 import inspect
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
+    from transformers import Cache, PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
-def new_cache(model: nn.Module, cache: "Cache | None" = None) -> "dict[str, Cache]":
+def new_cache(model: "PreTrainedModel", cache: "Cache | None" = None) -> dict[str, Any]:
     """Return a cache of keys and values, empty if none is given, by the name that the model's forward gives it."""
     from transformers import DynamicCache
 
