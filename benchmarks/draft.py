@@ -6,7 +6,7 @@ with none, and with `prompt_lookup_num_tokens`, which copies from the prompt and
 in turn.
 
     python benchmarks/draft.py
-    python benchmarks/draft.py --model stories260K --prompts 2 --tokens 16 --sparsities 0.5     # a try in seconds
+    python benchmarks/draft.py --model $RANKFOLD_MODELS/stories260K --prompts 2 --sparsities 0.5  # takes seconds
 """
 
 import argparse

@@ -4,7 +4,7 @@ Drafts are in Q4_0, the dense model in F16: where memory bounds decoding, a draf
 The dense model in Q4_0 is one of them: a draft needs no compression.
 
     python benchmarks/draft_llama.py
-    python benchmarks/draft_llama.py --model stories260K --prompts 2 --tokens 16 --sparsities 0.5     # a try in seconds
+    python benchmarks/draft_llama.py --model $RANKFOLD_MODELS/stories260K --prompts 2 --sparsities 0.5  # takes seconds
 """
 
 import os

@@ -22,7 +22,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 FALLBACK = re.compile(r"(\d+) of +\d+ tensor\(s\) required fallback")
 DRAFTED = re.compile(
     r"decoded +(?P<written>\d+) tokens in +(?P<seconds>[\d.]+) .*n_drafted = (?P<proposed>\d+).*"
-    r"n_accept +=\ (?P<accepted>\d+)",
+    r"n_accept += (?P<accepted>\d+)",
     re.DOTALL,
 )
 SO_FAR = re.compile(r"\[(\d+)\]([\d.]+),")  # perplexity up to a window

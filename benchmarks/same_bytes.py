@@ -5,7 +5,7 @@ without an importance matrix; perplexity is that of `llama-perplexity`, speed th
 `--target llama.cpp`. A killed run goes on with the file at which it was.
 
     python benchmarks/same_bytes.py
-    python benchmarks/same_bytes.py --model stories260K --windows 4 --rounds 0     # a try in seconds; no speeds
+    python benchmarks/same_bytes.py --model $RANKFOLD_MODELS/stories260K --windows 4 --rounds 0  # seconds; no speeds
 """
 
 import os
