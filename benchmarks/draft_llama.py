@@ -33,7 +33,6 @@ def main() -> None:
     parser = arguments(__doc__, "draft_llama", [0.3, 0.5, 0.7])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder of the models; default: a temporary one")
-    parser.set_defaults(windows=1)
     args = parsed(parser)
     with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
         files = Files(args, args.work or Path(place))
@@ -67,16 +66,15 @@ def compare(files: Files, prompts: list[str], args) -> list[dict]:
 def row(name: str, rounds: dict[str, list[float]], counts: dict | None, file: Path) -> dict:
     """Return one row of the record; the bytes are those of the draft, or of the dense model without one."""
     ratios = [own / base for own, base in zip(rounds[name], rounds[NONE], strict=True)]
-    accepted = {"accepted": counts["accepted"] / counts["proposed"]} if counts else {}
-    forwards = counts["written"] - counts["accepted"] if counts else 1
-    return {
-        "name": name,
-        "bytes": file.stat().st_size,
-        **accepted,
-        "tokens per forward": counts["written"] / forwards if counts else 1.0,
-        "tokens/s": statistics.median(rounds[name]),
-        **over(ratios),
-    }
+    facts = {"tokens per forward": 1.0}
+    if counts:
+        forwards = counts["written"] - counts["accepted"]
+        facts = {
+            "accepted": counts["accepted"] / counts["proposed"],
+            "tokens per forward": counts["written"] / forwards,
+        }
+    speed = {"tokens/s": statistics.median(rounds[name]), **over(ratios)}
+    return {"name": name, "bytes": file.stat().st_size, **facts, **speed}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ without an importance matrix; perplexity is that of `llama-perplexity`, speed th
 import os
 import statistics
 import tempfile
+from functools import cached_property
 from pathlib import Path
 
 import common
@@ -65,7 +66,11 @@ class Files:
         place.mkdir(parents=True, exist_ok=True)
         self.source = common.open_source(args.model)
         self.tokens = common.calibration(args, self.source, CALIBRATION)
-        self.texts = {name: self._plain(name, file) for name, file in TEXTS.items()}
+
+    @cached_property
+    def texts(self) -> dict[str, Path]:
+        """The texts as files, which drafts of the dense model do not need."""
+        return {name: self._plain(name, file) for name, file in TEXTS.items()}
 
     def describe(self) -> dict:
         """Return what the numbers depend on."""
