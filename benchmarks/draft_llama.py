@@ -15,7 +15,7 @@ from pathlib import Path
 import common
 import llama_tools
 from draft import DRAFTED, NONE, PROMPT, arguments, asked, over, parsed
-from same_bytes import DENSE, Files
+from same_bytes import Files, model_name
 
 FORMAT = "Q4_0"
 DEFINITIONS = {
@@ -47,9 +47,7 @@ def main() -> None:
 def compare(files: Files, prompts: list[str], args) -> list[dict]:
     """Return a row for each draft, none first."""
     dense = files.exact(0.0)
-    names = {
-        f"{f'rankfold {sparsity}' if sparsity else DENSE} {FORMAT}": sparsity for sparsity in (0.0, *args.sparsities)
-    }
+    names = {f"{model_name(sparsity)} {FORMAT}": sparsity for sparsity in (0.0, *args.sparsities)}
     drafts = {name: files.quantised(sparsity, FORMAT)[0] for name, sparsity in names.items()}
     rounds: dict[str, list[float]] = {name: [] for name in (NONE, *drafts)}
     counts: dict[str, dict] = {}

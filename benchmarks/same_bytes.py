@@ -8,6 +8,7 @@ without an importance matrix; perplexity is that of `llama-perplexity`, speed th
     python benchmarks/same_bytes.py --model $RANKFOLD_MODELS/stories260K --windows 4 --rounds 0  # seconds; no speeds
 """
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -39,23 +40,29 @@ DEFINITIONS = {
 
 
 def main() -> None:
-    parser = common.arguments(__doc__, "same_bytes")
+    args = arguments(__doc__, "same_bytes", FORMATS).parse_args()
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
+        files = Files(args, args.work or Path(place))
+        config = files.describe() | {"llama_cpp": llama_tools.VERSION}
+        record = common.Record(args.json, config, DEFINITIONS, resume=True)
+        for sparsity in (0.0, *args.sparsities):
+            add(record, files, sparsity)
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def arguments(doc: str, name: str, formats: tuple[str, ...]) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of files in several formats."""
+    parser = common.arguments(doc, name)
     common.add_model(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.1, 0.2, 0.3])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=formats, default=list(formats))
     parser.add_argument("--windows", type=int, default=16, help="of each text")
     parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder of the models; default: a temporary one")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
-        files = Files(args, args.work or Path(place))
-        record = common.Record(args.json, files.describe(), DEFINITIONS, resume=True)
-        for sparsity in (0.0, *args.sparsities):
-            add(record, files, sparsity)
-    common.say(f"wrote {common.shown(str(args.json))}")
+    return parser
 
 
 class Files:
@@ -76,20 +83,23 @@ class Files:
         """Return what the numbers depend on."""
         calibration = common.describe_tokens(self.tokens.ids, Path(CALIBRATION).name, self.tokens.seed)
         evaluation = {name: {"source": Path(file).name, "windows": self.args.windows} for name, file in TEXTS.items()}
-        facts = {"model": common.describe_model(self.source), "calibration": calibration, "evaluation": evaluation}
-        return facts | {"llama_cpp": llama_tools.VERSION}
+        return {"model": common.describe_model(self.source), "calibration": calibration, "evaluation": evaluation}
+
+    def folder(self, sparsity: float) -> Path:
+        """Return a model as a checkpoint."""
+        folder = self.place / f"model-{sparsity}"
+        if sparsity and not (folder / "rankfold.json").exists():  # written last
+            method = rankfold.make_method("rankfold", sparsity=sparsity, target="llama.cpp")
+            rankfold.compress(self.source, method=method, calibration=self.tokens, output=folder)
+        elif not sparsity and not folder.exists():
+            rankfold.save(self.source.whole_model(), folder, self.source.tokenizer)
+        return folder
 
     def exact(self, sparsity: float) -> Path:
         """Return a model in F16."""
-        folder = self.place / f"model-{sparsity}"
         file = self.place / f"{sparsity}-F16.gguf"
         if not file.exists():
-            if sparsity:
-                method = rankfold.make_method("rankfold", sparsity=sparsity, target="llama.cpp")
-                rankfold.compress(self.source, method=method, calibration=self.tokens, output=folder)
-            else:
-                rankfold.save(self.source.whole_model(), folder, self.source.tokenizer)
-            rankfold.export(folder, file, "gguf-deci" if sparsity else "gguf", dtype="float16")
+            rankfold.export(self.folder(sparsity), file, "gguf-deci" if sparsity else "gguf", dtype="float16")
         return file
 
     def quantised(self, sparsity: float, form: str) -> tuple[Path, int]:
@@ -108,10 +118,13 @@ class Files:
         return path
 
 
+def model_name(sparsity: float) -> str:
+    return f"rankfold {sparsity}" if sparsity else DENSE
+
+
 def add(record: common.Record, files: Files, sparsity: float) -> None:
     """Add the rows of one model that the record lacks, then the speeds that these lack."""
-    args = files.args
-    model = f"rankfold {sparsity}" if sparsity else DENSE
+    args, model = files.args, model_name(sparsity)
     rows = {form: f"{model} {form}" for form in args.formats}
     for form, name in rows.items():
         if name in record:

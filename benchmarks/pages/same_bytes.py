@@ -6,10 +6,11 @@ from pathlib import Path
 from .tables import number, table, windows
 
 PANELS = {
-    "bytes": "file, MB",
+    "bytes": "size, MB",
     "prefill": "prefill, tokens/s",
     "decode": "decode, tokens/s",
 }  # what is against perplexity
+TOOLS = {"llama_cpp": "llama.cpp", "torchao": "torchao"}  # key of the configuration -> what quantised
 SMALLER = "bytes"  # of the panels the one where less is better
 
 
@@ -23,20 +24,22 @@ def same_bytes(record: dict, folder: Path | None) -> list[str]:
     speed = (
         f", speeds: medians of {rows[0]['rounds']} rounds, {rows[0]['threads']} threads" if "rounds" in rows[0] else ""
     )
-    about = f"- llama.cpp {config['llama_cpp']}{speed}"
+    tool = next(key for key in TOOLS if key in config)
+    about = f"- {TOOLS[tool]} {config[tool]}{speed}"
     lines = [
         f"- calibration: {windows(config['calibration'])} of `{config['calibration']['source']}`",
         *evaluated,
         about,
         "",
     ]
-    file = f"same_bytes-{Path(config['model']['name']).stem}.png"
+    file = f"{record['benchmark']}-{Path(config['model']['name']).stem}.png"
     if folder:
         (folder / file).write_bytes(picture(rows, texts[0]))
-    lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
-    bold = "In bold: perplexity that no other file as small reaches"
+    against = ", ".join(PANELS[what].partition(",")[0] for what in _measured(rows))
+    lines += [f"![Perplexity on {texts[0]} against {against}]({file})", ""]
+    bold = "In bold: perplexity that no other row as small reaches"
     if _speeds(rows):
-        bold += f"; speed that no other file as good on {texts[0]} reaches"
+        bold += f"; speed that no other row as good on {texts[0]} reaches"
     return [*lines, f"{bold}.", "", *_table(rows, texts)]
 
 
