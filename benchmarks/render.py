@@ -12,6 +12,7 @@ from pages import (
     costs,
     gates,
     gpu,
+    lowrankarena,
     models,
     perplexity,
     random_matrices,
@@ -28,6 +29,7 @@ RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE
 # Page -> records, title, lines of one record.
 PAGES = {
     "gates": ("gates_*", "What every method must keep", gates.gates),
+    "lowrankarena": ("lowrankarena_*", "By the rules of LowRankArena", lowrankarena.lowrankarena),
     "zero_shot": ("zero_shot*", "Zero-shot accuracy", models.zero_shot),
     "domains": ("domains*", "Across texts", perplexity.domains),
     "calibration": ("calibration_*", "What the calibration text does across texts", perplexity.calibration),

@@ -158,6 +158,15 @@ def _is_beaten(row: dict, by: dict) -> bool:
     return by["bytes"] <= row["bytes"] and all(as_good)
 
 
+def lowrankarena(records: list[dict]) -> str:
+    rows = [row for row in records[0]["rows"][1:] if row["status"] == "done"]
+    kept = {row["sparsity"]: [] for row in rows}
+    for row in rows:
+        kept[row["sparsity"]].append(f"`{row['label']}` {row['protocol']['retention']:.3f}")
+    told = (f"with {1 - sparsity:.0%} of the parameters {', '.join(found)}" for sparsity, found in kept.items())
+    return f"Retention of {SMOL}'s quality: {'; '.join(told)}."
+
+
 def gates(records: list[dict]) -> str:
     measured = [(row["kept"].get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
     short = sum((kept or 0.0) < least for kept, least in measured)

@@ -29,6 +29,10 @@ QUESTIONS = {
             "With few bits already: remove more, or round more?",
             "Read it where the smallest format is not small enough.",
         ),
+        "lowrankarena": (
+            "What is kept by the rules of a public comparison?",
+            "Read it beside that comparison's table.",
+        ),
         "gates": ("Does every method keep what it kept before?", "Contributors: `make gates` measures it again."),
     },
     "Speed, memory and cost": {
