@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCa
 import common
 from module_speed import summary
 from pages.costs import settled
-from rankfold._utils.evaluating import new_cache
+from rankfold._utils.evaluating import cache_for
 from rankfold.modules import METHOD_NAME
 
 DEFINITIONS = {
@@ -122,7 +122,7 @@ def stepper(model: nn.Module, batch: int, prompt: int, rounds: int, compiled: bo
     """One greedy step of a model; its cache holds the prompt and what the earlier steps wrote."""
     ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
     cache = StaticCache(config=model.config, max_cache_len=prompt + rounds + 2) if compiled else None
-    cached = new_cache(model, cache)
+    cached = cache_for(model, cache)
     state = {"token": model(ids, use_cache=True, logits_to_keep=1, **cached).logits[:, -1:].argmax(-1)}
     forward = torch.compile(model, fullgraph=True) if compiled else model
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 import rankfold
 from decode import modules_of
 from module_speed import summary
-from rankfold._utils.evaluating import new_cache
+from rankfold._utils.evaluating import cache_for
 from rankfold._utils.hardware import now
 from rankfold.modules import METHOD_NAME
 
@@ -99,7 +99,7 @@ def _decode(bench: Bench, model: nn.Module, batch: int, rounds: int, compiled: b
     """Return one greedy step; its cache holds the prompt and what the earlier steps wrote."""
     prompt = 16 if bench.is_tiny else PROMPT
     ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-    cached = new_cache(model, StaticCache(config=model.config, max_cache_len=prompt + rounds + 8))
+    cached = cache_for(model, StaticCache(config=model.config, max_cache_len=prompt + rounds + 8))
     with torch.no_grad():
         out = model(ids.to(bench.device), use_cache=True, logits_to_keep=1, **cached)
     token = out.logits[:, -1:].argmax(-1)

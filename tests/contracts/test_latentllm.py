@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankfold
-from families import EXPERTS, KINDS, opened, some_ids, tokens
+from families import EXPERTS, KINDS, filled_cache, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.compression.replace import replace
@@ -91,7 +91,7 @@ def test_round_trip_counts_cache_and_generation(family, tmp_path):
     assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **options))
 
     with torch.no_grad():
-        cache = model(ids).past_key_values
+        cache = filled_cache(model, ids)
     widths = [t.shape[1] * t.shape[3] for layer in cache.layers for t in (layer.keys, layer.values)]
     assert sum(widths) * 4 == plan.kv_bytes_per_token_after
 

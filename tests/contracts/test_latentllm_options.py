@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_latentllm import logits, method_for
 
 import rankfold
-from families import opened, some_ids, tiny_model, tokens
+from families import filled_cache, opened, some_ids, tiny_model, tokens
 from rankfold.calibration.runner import advance, start
 from rankfold.compression.replace import replace
 from rankfold.errors import OptionError
@@ -103,7 +103,7 @@ def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path,
     cached = model.generate(ids, attention_mask=mask, **settings)
     assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
     with torch.no_grad():
-        cache = model(ids).past_key_values
+        cache = filled_cache(model, ids)
     widths = [t.shape[1] * t.shape[3] for layer in cache.layers for t in (layer.keys, layer.values)]
     assert sum(widths) * 4 == plan.kv_bytes_per_token_after
 
@@ -263,7 +263,7 @@ def test_a_shared_latent_is_cached_once():
         assert (attention.latent_keys, attention.latent_values) == expected, family
         rank, width = plan.ranks(0)["qkv"], attention.kv_heads * attention.qk_dim
         with torch.no_grad():
-            layer = model(some_ids()).past_key_values.layers[0]
+            layer = filled_cache(model, some_ids()).layers[0]
         found = [t.shape[1] * t.shape[3] for t in (layer.keys, layer.values)]
         assert found == ([rank, 0] if expected[0] else [width, rank])
 
@@ -302,7 +302,7 @@ def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
         less += q["planned_weights"] + k["planned_weights"] - q["weights"] - k["weights"]
     assert numbers(model) == plan.parameters_after - less
     with torch.no_grad():
-        cache = model(some_ids()).past_key_values
+        cache = filled_cache(model, some_ids())
     widths = [t.shape[1] * t.shape[3] for layer in cache.layers for t in (layer.keys, layer.values)]
     assert sum(widths) * 4 <= plan.kv_bytes_per_token_after
 

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 import rankfold
-from families import opened, some_ids, tiny_model, tokens
+from families import filled_cache, opened, some_ids, tiny_model, tokens
+from rankfold._utils.evaluating import cache_for
 from versions import needs
 
 FAMILIES = (
@@ -71,9 +72,9 @@ def generated(model, **options):
 def test_steps_with_a_cache_are_what_all_tokens_at_once_give(place):
     model, ids = loaded(place), some_ids()
     with torch.no_grad():
-        expected, found = model(ids, use_cache=False).logits, model(ids[:, :5], use_cache=True)
+        expected, cache = model(ids, use_cache=False).logits, filled_cache(model, ids[:, :5])
         for at in range(5, 24):
-            found = model(ids[:, at : at + 1], past_key_values=found.past_key_values, use_cache=True)
+            found = model(ids[:, at : at + 1], use_cache=True, **cache_for(model, cache))
             torch.testing.assert_close(found.logits[:, 0], expected[:, at], **CLOSE)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, blocks_of, look, member
-from families import cached_numbers, opened, tokens
+from families import cached_numbers, filled_cache, opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.allocation import ALLOCATIONS, BUDGETS, OWL, Bytes, FLOPs, Influence
 from rankfold.errors import NumericsError
@@ -403,7 +403,7 @@ def tends_to_the_identity(a: Outcome, b: Outcome) -> None:
 def heads_are_cached(a: Outcome, b: Outcome) -> None:
     sizes = []
     for o in (a, b):
-        layers = o.model(tokens(32).ids[:1]).past_key_values.layers
+        layers = filled_cache(o.model, tokens(32).ids[:1]).layers
         width = sum(t.shape[1] * t.shape[3] * t.element_size() for layer in layers for t in (layer.keys, layer.values))
         assert width == o.plan.kv_bytes_per_token_after
         sizes.append(width)

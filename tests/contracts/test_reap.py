@@ -13,9 +13,10 @@ from test_experts import CONFIGS, PLAIN, TOP, E, experts_of, logits, look, model
 from torch import Tensor
 
 import rankfold
+from families import filled_cache, some_ids, tokens
 from families import opened as opened_family
-from families import some_ids, tokens
 from rankfold import make_method
+from rankfold._utils.evaluating import cache_for
 from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.methods.baselines.reap import kept_experts
@@ -100,9 +101,9 @@ def test_few_are_left_for_each_token(tmp_path):
     assert (small.config.num_local_experts, small.config.num_experts_per_tok) == (1, 1) and TOP == 2
     assert found.plan.active_parameters_after == found.plan.parameters_after < found.plan.active_parameters
     ids = some_ids(1, 12)
-    cache = small(ids[:, :8], use_cache=True).past_key_values
+    cache = filled_cache(small, ids[:, :8])
     torch.testing.assert_close(
-        small(ids[:, 8:], past_key_values=cache).logits, small(ids).logits[:, 8:], atol=1e-4, rtol=1e-4
+        small(ids[:, 8:], **cache_for(small, cache)).logits, small(ids).logits[:, 8:], atol=1e-4, rtol=1e-4
     )
 
 

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 import rankfold
-from families import opened, some_ids, tokens
+from families import filled_cache, opened, some_ids, tokens
+from rankfold._utils.evaluating import cache_for
 from rankfold.modules.kernels import eager_attention
 from versions import before, needs
 
@@ -46,8 +47,8 @@ def logits(model):
 def test_a_cached_step_with_sinks_is_what_all_tokens_at_once_give(folder, options):
     """What a sink takes is missing in the bias of values too."""
     model, ids = loaded(folder("gpt_oss", "latentllm", **options)), some_ids(2, 6)
-    cache = model(ids[:, :5]).past_key_values
-    torch.testing.assert_close(model(ids[:, 5:], past_key_values=cache).logits, model(ids).logits[:, -1:])
+    cache = filled_cache(model, ids[:, :5])
+    torch.testing.assert_close(model(ids[:, 5:], **cache_for(model, cache)).logits, model(ids).logits[:, -1:])
 
 
 OFFLOADED = [
@@ -122,7 +123,7 @@ def test_latents_take_a_mask_that_is_no_tensor(folder):
         "open", lambda *args, **options: eager_attention(*args[:4], None, **options)
     )
     model, ids = loaded(folder("opt", "latentllm")), some_ids()
-    attention, cache = model.model.decoder.layers[0].self_attn, model(ids).past_key_values
+    attention, cache = model.model.decoder.layers[0].self_attn, filled_cache(model, ids)
     assert attention.latent_keys and attention.latent_values
     new = torch.randn(len(ids), 1, model.config.hidden_size)
     expected = attention(new, past_key_values=copy.deepcopy(cache), attention_mask=None)[0]

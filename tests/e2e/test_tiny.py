@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rankfold
-from families import some_ids
+from families import filled_cache, some_ids
+from rankfold._utils.evaluating import cache_for
 from saved import save_text, save_tiny
 
 
@@ -25,5 +26,5 @@ def test_a_compressed_model_has_the_parameters_that_its_record_promises_and_deco
     dense, small = (rankfold.load(place / name, device="cpu") for name in ("model", "small"))
     assert sum(p.numel() for p in small.parameters()) == promised < sum(p.numel() for p in dense.parameters())
     ids = some_ids(1, 12)
-    cache = small(ids[:, :8], use_cache=True).past_key_values
-    torch.testing.assert_close(small(ids[:, 8:], past_key_values=cache).logits, small(ids).logits[:, 8:])
+    cache = filled_cache(small, ids[:, :8])
+    torch.testing.assert_close(small(ids[:, 8:], **cache_for(small, cache)).logits, small(ids).logits[:, 8:])

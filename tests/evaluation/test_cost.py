@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import tiny_model
-from rankfold._utils.evaluating import new_cache
+from rankfold._utils.evaluating import cache_for
 from rankfold.errors import OptionError
 from rankfold.evaluation import cost as module
 from rankfold.evaluation import speed as timing
@@ -39,7 +39,7 @@ def test_a_cache_has_the_name_that_the_forward_gives_it(name):
         "cache": lambda ids, cache=None: ids,  # transformers >= 5.24
         "past_key_values": lambda ids, past_key_values=None: ids,
     }[name]
-    assert list(new_cache(model)) == [name]
+    assert list(cache_for(model)) == [name]
 
 
 def test_six_rounds_of_ids_that_all_models_know(monkeypatch):

@@ -6,6 +6,7 @@ from torch import nn
 
 import rankfold
 from rankfold import CalibrationData
+from rankfold._utils.evaluating import cache_for
 from rankfold.methods import method_class, method_names
 
 # Methods that take models without experts.
@@ -173,8 +174,15 @@ def tiny_model(family: str, seed: int = 0, blocks: int | None = None) -> nn.Modu
 def cached_numbers(model) -> int:
     """Numbers that the cache of a model holds for a token."""
     with torch.no_grad():
-        layers = model(some_ids()).past_key_values.layers
+        layers = filled_cache(model, some_ids()).layers
     return sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in layers)
+
+
+def filled_cache(model, ids: torch.Tensor) -> t.DynamicCache:
+    """A cache with the keys and values of some tokens."""
+    cache = t.DynamicCache(config=model.config)
+    model(ids, use_cache=True, **cache_for(model, cache))
+    return cache
 
 
 def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:

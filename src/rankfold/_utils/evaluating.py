@@ -23,7 +23,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
-def new_cache(model: "PreTrainedModel", cache: "Cache | None" = None) -> dict[str, Any]:
+def cache_for(model: "PreTrainedModel", cache: "Cache | None" = None) -> dict[str, Any]:
     """Return a cache of keys and values, empty if none is given, by the name that the model's forward gives it."""
     from transformers import DynamicCache
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .._utils.evaluating import evaluating, new_cache
+from .._utils.evaluating import cache_for, evaluating
 from ..errors import DataError, OptionError, option
 from .calibration_data import CalibrationData, TextShare
 from .chats import Chat, written
@@ -187,7 +187,7 @@ def _sampled(model, source, samples: int, count: int, length: int, seed: int) ->
     at_once, batches = max(1, WRITTEN_AT_ONCE // length), []
     for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(at_once)]:
         ids = torch.full((rows, 1), start, dtype=torch.long, device=source.device)
-        cache, step = new_cache(model), ids
+        cache, step = cache_for(model), ids
         while ids.shape[1] < length:
             step = draw_tokens(model(step, use_cache=True, **cache).logits[:, -1], generator)
             ids = torch.cat([ids, step], dim=1)

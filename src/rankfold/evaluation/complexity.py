@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .._utils.evaluating import new_cache
+from .._utils.evaluating import cache_for
 from ..architectures import BlockView, architecture_of
 from ..compression.budget import attended_macs
 from ..errors import OptionError, UnsupportedModelError
@@ -135,7 +135,7 @@ def cache_bytes(model: PreTrainedModel) -> int:
     """Bytes by which the cache grows with every token."""
     tokens = 8
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-    filled = new_cache(model)
+    filled = cache_for(model)
     model(ids, use_cache=True, **filled)
     (cache,) = filled.values()
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._utils.evaluating import new_cache
+from .._utils.evaluating import cache_for
 from .._utils.hardware import now
 from .._utils.progress import track
 from ..architectures import context_of
@@ -112,7 +112,7 @@ def run(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[float, float]:
     """Seconds of the prefill and of the decode of one run over ``(B, T)`` ids."""
     device = model.device
     ids = ids.to(device)
-    cache = new_cache(model)
+    cache = cache_for(model)
     started = now(device)
     out = model(ids, use_cache=True, logits_to_keep=1, **cache)  # (B, 1, vocabulary)
     filled = now(device)
