@@ -23,6 +23,10 @@ E, TOP, F = 6, 2, 24
 RIDGE = 1e-2  # large enough that the fit shows whether it is there
 CLOSE = 2e-3  # moments are products in fp32
 NARROW = {**GQA, "intermediate_size": F}
+BESIDE_SHARED = {
+    **{"n_routed_experts": E, "num_experts_per_tok": TOP, "moe_intermediate_size": F, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+}
 CONFIGS = {
     "mixtral": lambda: t.MixtralConfig(**NARROW, num_local_experts=E, num_experts_per_tok=TOP),
     "qwen2_moe": lambda: t.Qwen2MoeConfig(**_qwen(), shared_expert_intermediate_size=40, mlp_only_layers=[1]),
@@ -34,14 +38,16 @@ CONFIGS = {
     ),
     "deepseek_v3": lambda: t.DeepseekV3Config(
         **{**SHAPE, "num_key_value_heads": 4},
-        **{"n_routed_experts": E, "num_experts_per_tok": TOP, "moe_intermediate_size": F, "n_shared_experts": 2},
-        **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16},
-        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+        **BESIDE_SHARED,
+        **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
     ),
+    "glm4_moe": lambda: t.Glm4MoeConfig(**GQA, **BESIDE_SHARED, head_dim=8, use_qk_norm=False, attention_bias=True),
+    "dots1": lambda: t.Dots1Config(**GQA, **BESIDE_SHARED, head_dim=8),
 }
 ATTENTION_STAYS = {"deepseek_v3"}
-SHARED = {"qwen2_moe": "mlp.shared_expert", "deepseek_v3": "mlp.shared_experts"}
-PLAIN = {("qwen2_moe", 1), ("deepseek_v3", 0)}  # blocks without experts
+OF_DEEPSEEK = ("deepseek_v3", "glm4_moe", "dots1")
+SHARED = {"qwen2_moe": "mlp.shared_expert", **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts")}
+PLAIN = {("qwen2_moe", 1), *((family, 0) for family in OF_DEEPSEEK)}  # blocks without experts
 
 
 def _qwen() -> dict:
@@ -334,7 +340,7 @@ def test_narrower_experts_compute_what_experts_with_silent_units_compute(run):
 def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_widest(run, tmp_path):
     family, _, small, *_ = run
     rankfold.save(small, tmp_path / "small")
-    if family == "deepseek_v3":  # its class makes the width of the shared expert of the same number
+    if family in OF_DEEPSEEK:  # their classes make the width of the shared expert of the same number
         with pytest.raises(UnsupportedModelError, match="as large as the dense model"):
             rankfold.export(tmp_path / "small", tmp_path / "stock")
         return

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import transformers as t
-from test_experts import CONFIGS, PLAIN, TOP, E, experts_of, logits, look, model_of, one, opened, text
+from test_experts import CONFIGS, OF_DEEPSEEK, PLAIN, TOP, E, experts_of, logits, look, model_of, one, opened, text
 from torch import Tensor
 
 import rankfold
@@ -61,7 +61,7 @@ def test_the_experts_that_add_least_go(compressed):
             continue
         report, (scores, energies) = reports["expert_count"], reference(model, text(8).ids, int(index))
         torch.testing.assert_close(torch.tensor(report["saliency"]), scores.float(), rtol=1e-4, atol=1e-6)
-        groups = 2 if family == "deepseek_v3" else 1
+        groups = 2 if family in OF_DEEPSEEK else 1
         keep = [
             expert
             for group in torch.arange(E).view(groups, -1)

@@ -1,8 +1,10 @@
-"""DeepSeek V3: experts beside a shared one behind the first blocks; latent attention."""
+"""DeepSeek V3: experts beside a shared one behind the first blocks; latent attention. dots.llm1: such experts, and
+Qwen3's attention."""
 
 from dataclasses import replace
 
 from .llama import LLAMA
+from .qwen import QWEN3
 from .spec import AttentionSpec, ExpertsSpec, MLPSpec
 
 LATENT = AttentionSpec(
@@ -21,12 +23,9 @@ SHARED = MLPSpec(
     activation="mlp.shared_experts.act_fn",
 )
 
+EXPERTS = ExpertsSpec(shared=SHARED, width=None, groups=("n_group", "topk_group"))
+
 ARCHITECTURES = (
-    replace(
-        LLAMA,
-        model_type="deepseek_v3",
-        attention=LATENT,
-        experts=ExpertsSpec(shared=SHARED, width=None, groups=("n_group", "topk_group")),
-        norms=None,
-    ),
+    replace(LLAMA, model_type="deepseek_v3", attention=LATENT, experts=EXPERTS, norms=None),
+    replace(QWEN3, model_type="dots1", experts=EXPERTS),
 )

@@ -1,8 +1,11 @@
-"""GLM: half of each head rotates, in adjacent pairs; gate and up in one projection. GLM 4: norms after halves too."""
+"""GLM: half of each head rotates, in adjacent pairs; gate and up in one projection. GLM 4: norms after halves too.
+GLM 4.5: DeepSeek's experts, and pairs half a width apart."""
 
 from dataclasses import replace
 
+from .deepseek import EXPERTS
 from .llama import LLAMA
+from .qwen import QWEN3
 from .spec import MLPSpec
 
 GLM = replace(
@@ -14,4 +17,8 @@ GLM = replace(
 
 BEHIND = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
-ARCHITECTURES = (GLM, replace(GLM, model_type="glm4", adds=False, norms_behind=BEHIND))
+ARCHITECTURES = (
+    GLM,
+    replace(GLM, model_type="glm4", adds=False, norms_behind=BEHIND),
+    replace(QWEN3, model_type="glm4_moe", experts=EXPERTS),  # its q/k-norms are there where config.use_qk_norm says so
+)

@@ -75,6 +75,8 @@ EXPERTS = {
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
     "deepseek_v3": "DeepSeek V3",
+    "glm4_moe": "GLM 4.5 to 4.7",
+    "dots1": "dots.llm1",
 }
 ENCODERS = {
     "bert": "BERT",
