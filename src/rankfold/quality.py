@@ -261,6 +261,11 @@ def _measured_once(
     source: DenseModel, method: Method, tokens: CalibrationData | None, moments: MomentStore | None, mode: str
 ) -> tuple[CalibrationData | None, MomentStore | None]:
     """Measure the moments that all runs read, where these are the dense model's and nothing else reads the text."""
-    if tokens is None or mode != "one-pass" or method.allocation.needs_text or method.gradients(source.meta_block(0)):
+    if (
+        tokens is None
+        or mode != "one-pass"
+        or method.allocation.needs_text
+        or any(map(method.gradients, source.meta_blocks()))
+    ):
         return tokens, moments
     return None, pipeline.calibrate(source, tokens, statistics=needed(source, method))

@@ -43,11 +43,26 @@ CONFIGS = {
     ),
     "glm4_moe": lambda: t.Glm4MoeConfig(**GQA, **BESIDE_SHARED, head_dim=8, use_qk_norm=False, attention_bias=True),
     "dots1": lambda: t.Dots1Config(**GQA, **BESIDE_SHARED, head_dim=8),
+    "qwen3_next": lambda: t.Qwen3NextConfig(
+        **_qwen(),
+        **{"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "lfm2_moe": lambda: t.Lfm2MoeConfig(**_qwen(), num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
 }
-ATTENTION_STAYS = {"deepseek_v3"}
+ATTENTION_STAYS = {"deepseek_v3", "qwen3_next"}
 OF_DEEPSEEK = ("deepseek_v3", "glm4_moe", "dots1")
-SHARED = {"qwen2_moe": "mlp.shared_expert", **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts")}
-PLAIN = {("qwen2_moe", 1), *((family, 0) for family in OF_DEEPSEEK)}  # blocks without experts
+SHARED = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
+    **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),
+}
+PLAIN = {
+    ("qwen2_moe", 1),
+    ("qwen3_next", 1),
+    ("lfm2_moe", 0),
+    *((family, 0) for family in OF_DEEPSEEK),
+}  # blocks without experts
 
 
 def _qwen() -> dict:
@@ -87,7 +102,8 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 def experts_of(model: nn.Module, index: int) -> nn.Module | None:
     block = model.model.layers[index]
-    return getattr(getattr(block, "block_sparse_moe", None) or block.mlp, "experts", None)
+    owner = next(part for name in ("block_sparse_moe", "feed_forward", "mlp") if (part := getattr(block, name, None)))
+    return getattr(owner, "experts", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_comparison_gives_them_text(name):
     cell = Form(name).at(0.3)
-    assert cell.mode == "one-pass" and not cell.takes_moments(opened("llama").meta_block(0))
+    assert cell.mode == "one-pass" and not cell.takes_moments(opened("llama").meta_blocks())
 
 
 @pytest.mark.parametrize(

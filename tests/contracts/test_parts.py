@@ -111,6 +111,10 @@ MERGED = PATCHES | {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size
 PLACES = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 TEXT = {**GQA, **IDS, "max_position_embeddings": 128}
+HALF_LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 OF_LLAMA = {
     "text_config": TEXT | {"model_type": "llama"},
     "vision_config": SMALL,
@@ -162,6 +166,14 @@ SEEING = {
             text_config=TEXT | ROPE | {"head_dim": 8},
             vision_config=MERGED | {"deepstack_visual_indexes": [0]},
             **PLACES,
+        ),
+        "model.language_model.layers",
+        "model.visual.blocks",
+    ),
+    "qwen3_5": (
+        t.Qwen3_5ForConditionalGeneration,
+        lambda: t.Qwen3_5Config(
+            text_config=TEXT | ROPE | HALF_LINEAR | {"head_dim": 8}, vision_config=MERGED, **PLACES
         ),
         "model.language_model.layers",
         "model.visual.blocks",

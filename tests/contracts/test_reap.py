@@ -21,7 +21,10 @@ from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.methods.baselines.reap import kept_experts
 
-ROUTER = re.compile(r"(mlp|block_sparse_moe)\.(gate|router)\.(layer\.)?(weight|bias|e_score_correction_bias)$")
+ROUTER = re.compile(
+    r"(mlp|block_sparse_moe|feed_forward)\."
+    r"((gate|router)\.(layer\.)?(weight|bias|e_score_correction_bias)|expert_bias)$"
+)
 
 
 def reference(model, ids: Tensor, index: int) -> tuple[Tensor, Tensor]:

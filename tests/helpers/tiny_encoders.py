@@ -66,6 +66,9 @@ ENCODERS = {
         t.Qwen3VLConfig(**_behind(OUT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64})),
         "vision",
     ),
+    "qwen3.5": Encoder(
+        "Qwen3_5ForConditionalGeneration", t.Qwen3_5Config(**_behind(OUT | {"num_position_embeddings": 64})), "vision"
+    ),
 }
 
 

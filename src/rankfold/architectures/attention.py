@@ -53,7 +53,7 @@ class AttentionView:
     def cached(self) -> int:
         """Numbers cached per token."""
         fields = self.spec.cached
-        return sum(getattr(self.config, f) for f in fields) if fields else 2 * self.kv_heads * self.head_dim
+        return 2 * self.kv_heads * self.head_dim if fields is None else sum(getattr(self.config, f) for f in fields)
 
     @property
     def qkv_modules(self) -> tuple[nn.Module, ...]:

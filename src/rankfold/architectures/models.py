@@ -50,6 +50,7 @@ DECODERS = {
     "glm": "GLM",
     "glm4": "GLM 4",
     "exaone4": "EXAONE 4",
+    "lfm2": "LFM2",
     "ernie4_5": "ERNIE 4.5",
     "seed_oss": "Seed-OSS",
     "helium": "Helium",
@@ -71,12 +72,14 @@ EXPERTS = {
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
     "granitemoe": "Granite-MoE",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
     "deepseek_v3": "DeepSeek V3",
     "glm4_moe": "GLM 4.5 to 4.7",
     "dots1": "dots.llm1",
+    "lfm2_moe": "LFM2-MoE",
 }
 ENCODERS = {
     "bert": "BERT",
@@ -99,5 +102,7 @@ MODELS = (
     _sees("Qwen2-VL", "qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision", projector=True),
     _sees("Qwen2.5-VL", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision", projector=True),
     _sees("Qwen3-VL", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision", projector=True),
+    _sees("Qwen3.5", "qwen3_5", "qwen3_5_text", "qwen3_5_vision", projector=True),
+    _sees("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision", projector=True),
     _sees("Gemma 3", "gemma3", "gemma3_text", "siglip_vision_model"),
 )

@@ -1,10 +1,11 @@
 """Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k), each with experts too, and what they
-are in models that see images: there rotary tables hold positions of several kinds, which is nothing to a block."""
+are in models that see images: there rotary tables hold positions of several kinds, which is nothing to a block.
+Qwen3-Next and Qwen3.5: gated attention in every fourth block, linear attention in the others."""
 
 from dataclasses import replace
 
 from .llama import LLAMA
-from .spec import ExpertsSpec, MLPSpec
+from .spec import AttentionSpec, ExpertsSpec, MLPSpec
 
 QWEN2 = replace(LLAMA, model_type="qwen2")
 QWEN3 = replace(LLAMA, model_type="qwen3", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
@@ -15,12 +16,38 @@ SHARED = MLPSpec(
     width="shared_expert_intermediate_size",
     activation="mlp.shared_expert.act_fn",
 )
+BESIDE_SHARED = ExpertsSpec(shared=SHARED, count="num_experts")
+LINEAR = AttentionSpec(
+    path="linear_attn",
+    qkv=(),
+    output="out_proj",
+    kv_heads=None,
+    position="none",
+    beyond="it has a state in place of keys and values",
+    cached=(),
+    width=None,
+)
+QWEN3_5 = replace(
+    LLAMA,
+    model_type="qwen3_5_text",
+    attention=AttentionSpec(
+        path="self_attn",
+        qkv=(),
+        output="o_proj",
+        beyond="gates stand between its values and its output projection",
+        width=None,
+    ),
+    mixers=(LINEAR,),
+    norms=None,
+)
 
 ARCHITECTURES = (
     QWEN2,
-    replace(QWEN2, model_type="qwen2_moe", experts=ExpertsSpec(shared=SHARED, count="num_experts")),
+    replace(QWEN2, model_type="qwen2_moe", experts=BESIDE_SHARED),
     QWEN3,
     replace(QWEN3, model_type="qwen3_moe", experts=ExpertsSpec()),
     *(replace(QWEN2, model_type=f"{name}_text") for name in ("qwen2_vl", "qwen2_5_vl")),
     replace(QWEN3, model_type="qwen3_vl_text", images_behind_blocks=True),
+    QWEN3_5,
+    *(replace(QWEN3_5, model_type=name, experts=BESIDE_SHARED) for name in ("qwen3_5_moe_text", "qwen3_next")),
 )

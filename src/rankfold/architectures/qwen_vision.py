@@ -21,5 +21,8 @@ ARCHITECTURES = (
         model_type="qwen2_5_vl_vision",
         mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
     ),
-    replace(QWEN2_VL, model_type="qwen3_vl_vision", mlp=MLPSpec(up="mlp.linear_fc1", down="mlp.linear_fc2")),
+    *(
+        replace(QWEN2_VL, model_type=f"{name}_vision", mlp=MLPSpec(up="mlp.linear_fc1", down="mlp.linear_fc2"))
+        for name in ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+    ),
 )

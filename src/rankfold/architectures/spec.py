@@ -6,6 +6,8 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from torch import nn
+
 T = TypeVar("T", covariant=True)
 QKVLayout = Literal["split", "concat", "grouped"]
 
@@ -67,8 +69,8 @@ class AttentionSpec:
     sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
     beyond: str | None = None
-    # Fields of the config that add up to the numbers it caches per token; none: keys and values of all heads.
-    cached: tuple[str, ...] = ()
+    # Fields of the config that add up to the numbers it caches per token; None: keys and values of all heads.
+    cached: tuple[str, ...] | None = None
     # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed
     # module keeps this number.
     scaling: str | float | None = "scaling"
@@ -136,6 +138,8 @@ class Architecture:
     # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
     mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
+    # What some blocks have in place of attention, `beyond` it: linear attention, a convolution.
+    mixers: tuple[AttentionSpec, ...] = ()
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
     middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
@@ -161,6 +165,11 @@ class Architecture:
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
     # (field of the config, or of a part of it; what it does where set that no spec can say)
     unless: tuple[tuple[str, str], ...] = ()
+
+    def attention_of(self, block: nn.Module) -> AttentionSpec:
+        """Spec of the attention of a block, or of what it has in its place."""
+        there = dict(block.named_modules())
+        return next((spec for spec in self.mixers if spec.path in there), self.attention)
 
     def path_of(self, index: int) -> str:
         """Path of a block."""

@@ -78,7 +78,7 @@ class BlockView:
 
     @property
     def attention(self) -> AttentionView:
-        return read_attention(self.architecture.attention, self.module, self.config)
+        return read_attention(self.architecture.attention_of(self.module), self.module, self.config)
 
     def taken(self, hidden: Tensor) -> Tensor:
         """What the block takes of ``(B, T, D)``: ``(T, D)`` where all samples stand in one sequence."""
@@ -115,7 +115,7 @@ class BlockView:
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Statistic of an input -> paths of the linear layers that read it, as they are stored; without experts."""
-        attention, mlp = self.architecture.attention, self.mlp.spec if self.mlp else None
+        attention, mlp = self.architecture.attention_of(self.module), self.mlp.spec if self.mlp else None
         inputs = tuple(f"{attention.path}.{name}" for name in attention.qkv)
         found = {"attention_input": inputs} if inputs else {}
         if not self.architecture.projects:

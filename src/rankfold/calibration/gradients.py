@@ -107,8 +107,8 @@ def numbers(view: BlockView, names: set[str]) -> int:
 
 
 def widest(view: BlockView, names: set[str]) -> int:
-    """The most outputs of a layer that one of these statistics looks at."""
-    return max(_shape(view, layer)[0] for layer, _ in _rows(names))
+    """The most outputs of a layer that one of these statistics looks at; 0 where there are none."""
+    return max((_shape(view, layer)[0] for layer, _ in _rows(names)), default=0)
 
 
 def _rows(names: set[str]) -> list[tuple[str, type]]:

@@ -159,7 +159,7 @@ class CellRunner:
         self._dense = lambda: None
 
     def _shares(self, cell: Cell) -> bool:
-        return cell.takes_moments(self.source.meta_block(0))
+        return cell.takes_moments(self.source.meta_blocks())
 
     def moments(self) -> MomentStore:
         """Of the dense model; measured when the first row wants them."""

@@ -67,9 +67,10 @@ class Cell:
     method: Method
     mode: str
 
-    def takes_moments(self, view: BlockView) -> bool:
+    def takes_moments(self, views: Sequence[BlockView]) -> bool:
         """Whether it can be computed from moments of the dense model that other cells use too; otherwise from text."""
-        return self.mode == "one-pass" and not self.method.allocation.needs_text and not self.method.gradients(view)
+        reads_text = self.method.allocation.needs_text or any(map(self.method.gradients, views))
+        return self.mode == "one-pass" and not reads_text
 
     @property
     def key(self) -> str:

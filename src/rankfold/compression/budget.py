@@ -144,6 +144,11 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
             f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter "
             "of shapes; use another budget"
         )
+    if source.architecture.mixers:
+        raise UnsupportedModelError(
+            f"{source.architecture.model_type} has blocks without attention, whose multiply-accumulates no formula "
+            "here counts; use another budget"
+        )
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
         return unit.size(rank) + attended_macs(view, unit.module, rank) * context

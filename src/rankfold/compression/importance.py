@@ -196,9 +196,9 @@ def gradients_of(
         OptionError: there is no text.
         UnsupportedModelError: an encoder, which has no loss of its own.
     """
-    view = source.meta_block(0)
-    names = method.gradients(view)
-    if not names:
+    views = source.meta_blocks()
+    names = [method.gradients(view) for view in views]  # blocks may differ in kind
+    if not any(names):
         return None
     _check_predicts(source, "gradients are those")
     if tokens is None:
@@ -207,12 +207,15 @@ def gradients_of(
             "option that reads no gradients"
         )
     length = tokens.tokens // len(tokens.ids)
-    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
-    identity = from_first(lambda: moments_identity(source, some, names))
+    outputs = max(map(widest, views, names))
+    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, outputs)])
+    identity = from_first(lambda: moments_identity(source, some, set().union(*names)))
     with MomentStore.filling(identity, run.gradients if run and is_first() else None) as store:
         missing = from_first(lambda: store.missing(len(source)))
         if missing:
-            for index, moments in sweep(source, some.ids, gradient_observers(names), min(missing), tokens.shards):
+            observers = [gradient_observers(wanted) for wanted in names]
+            each = sweep(source, some.ids, lambda view: observers[view.index](view), min(missing), tokens.shards)
+            for index, moments in each:
                 if index in missing:
                     store[index] = moments
                 del moments  # those of the next block come beside nothing

@@ -249,7 +249,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
-    of_gradients = 8 * numbers(view, method.gradients(view))
+    of_gradients = 8 * max(numbers(view, method.gradients(view)) for view in views)
     backwards = of_gradients * 5 // 4  # half of them once more, as sums in fp32
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))
@@ -292,8 +292,7 @@ def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int)
 
 def _sweep_windows(source: DenseModel, method: Method, calibration: dict | None) -> int | None:
     """Count the calibration samples that a backward pass runs over; ``None`` where there is none."""
-    view = source.meta_block(0)
-    names = method.gradients(view)
-    if not names or calibration is None:
+    outputs = max(widest(view, method.gradients(view)) for view in source.meta_blocks())
+    if not outputs or calibration is None:
         return None
-    return windows_for(calibration["num_samples"], mean_length(calibration), widest(view, names))
+    return windows_for(calibration["num_samples"], mean_length(calibration), outputs)

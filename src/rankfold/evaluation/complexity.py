@@ -93,6 +93,11 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
             f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; "
             "use counted_macs"
         )
+    if architecture.mixers:
+        raise UnsupportedModelError(
+            f"{architecture.model_type} has blocks without attention, whose MACs no formula here counts; use "
+            "counted_macs"
+        )
     attention = 0
     for index, block in enumerate(model.get_submodule(architecture.blocks).children()):
         module = block.get_submodule(architecture.attention.path)

@@ -62,7 +62,7 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
         raise UnsupportedModelError(
             f"{view.path} changes the width of its stream, which no stock block does; load it with rankfold instead"
         )
-    where = view.architecture.attention.path
+    where = view.architecture.attention_of(view.module).path
     module, path = view.module.get_submodule(where), f"{view.path}.{where}"
     if isinstance(module, CompressedAttention):
         if isinstance(module.q_norm, PredictedNorm):

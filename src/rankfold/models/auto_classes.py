@@ -3,7 +3,7 @@
 from typing import Any
 
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..architectures import family_of
 from ..errors import UnsupportedModelError
@@ -27,9 +27,12 @@ def auto_class(config, name: str | None = None):
     """
     family = family_of(config.get_text_config())
     decoder = family is None or family.decoder
-    if decoder and type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
     named = name or next(iter(config.architectures or ()), None)
+    sees: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    text_alone: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if decoder and text_alone is not None:
+        both = sees not in (None, text_alone)  # the type also gives the language model of a model that sees
+        return AutoModelForImageTextToText if both and named == sees.__name__ else AutoModelForCausalLM
     heads = HEADS if family else HEADS[:1]  # of an unknown family, a language model that sees images
     for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in heads), *([AutoModel] if family else [])):
         found: Any = auto._model_mapping.get(type(config), None)

@@ -161,7 +161,7 @@ class Blockwise:
 
     def _training_bytes(self, view: BlockView) -> int:
         """Return what a block takes with the optimiser of the half that is trained at once."""
-        attention: nn.Module = view.module.get_submodule(view.architecture.attention.path)
+        attention = view.attention.module
         whole, one = (_count(own_weights(part, self.options.tune)) for part in (view.module, attention))
         at_once = whole if view.middle is None else max(one, whole - one)
         return WEIGHT_BYTES * unique_parameters(view.module) + TRAINED_BYTES * whole + AT_ONCE_BYTES * at_once

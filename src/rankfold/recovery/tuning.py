@@ -87,14 +87,15 @@ def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
-    head, attention = model.get_output_embeddings(), f".{architecture_of(model).attention.path}." if mlp_only else None
+    head, family = model.get_output_embeddings(), architecture_of(model) if mlp_only else None
+    left_out = [f".{spec.path}." for spec in (family.attention, *family.mixers)] if family else []
     found = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module.weight.numel()
         and module is not head
-        and not (attention and attention in name)
+        and not any(path in name for path in left_out)
     ]
     if not found:
         raise UnsupportedModelError("the model has no linear layer to put adapters on; give tune='all'")
