@@ -49,6 +49,12 @@ CONFIGS = {
         **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
+    "granitemoehybrid": lambda: t.GraniteMoeHybridConfig(
+        **NARROW,
+        **{"num_local_experts": E, "num_experts_per_tok": TOP, "shared_intermediate_size": 40, "mamba_n_heads": 8},
+        **{"mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "position_embedding_type": "rope"},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
     "lfm2_moe": lambda: t.Lfm2MoeConfig(**_qwen(), num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
 }
 ATTENTION_STAYS = {"deepseek_v3", "qwen3_next"}
@@ -56,6 +62,7 @@ OF_DEEPSEEK = ("deepseek_v3", "glm4_moe", "dots1")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),
+    "granitemoehybrid": "shared_mlp",
 }
 PLAIN = {
     ("qwen2_moe", 1),
@@ -447,7 +454,8 @@ def test_shared_experts_and_plain_blocks_are_reduced_as_mlps(family):
     dense = model_of(family)
     for index in range(3):
         path = "mlp" if (family, index) in PLAIN else SHARED[family]
-        ours, theirs = (net.model.layers[index].get_submodule(path).down_proj.weight for net in (model, dense))
+        down = f"{path}.{'output_linear' if path == 'shared_mlp' else 'down_proj'}"
+        ours, theirs = (net.model.layers[index].get_submodule(down).weight for net in (model, dense))
         assert 0 < ours.shape[1] < theirs.shape[1]
         if (family, index) not in PLAIN:
             assert experts_width(model, index) == F

@@ -3,7 +3,7 @@
 Shape legend: D model width, H query heads, K key/value heads, N head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -246,6 +246,8 @@ class AttentionView:
 
 def read_attention(spec: AttentionSpec, block: nn.Module, config) -> AttentionView:
     """The attention of a block, compressed or not."""
+    if isinstance(spec.position, ByConfig):
+        spec = replace(spec, position=spec.position.of(config))
     module, heads = block.get_submodule(spec.path), config.num_attention_heads
     output = block.get_submodule(_output_path(block, spec))
     # What has become latent has no weight, but as every layer of the runtime the width of its input.

@@ -95,8 +95,7 @@ class ExpertsView:
 
 def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsView | None:
     """The experts of a block; ``None`` where it has none."""
-    owner, _, name = spec.path.rpartition(".")
-    experts = getattr(block.get_submodule(owner), name, None)
+    experts = dict(block.named_modules()).get(spec.path)
     if experts is None:
         return None
     groups = [getattr(config, name) for name in spec.groups or ()]

@@ -14,6 +14,23 @@ LLAMA = Architecture(
 ADJACENT = replace(LLAMA.attention, pairs="adjacent")
 GRANITE = replace(LLAMA, model_type="granite", adds=False)  # a factor stands behind each half of its block
 GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
+GRANITE_SHARED = MLPSpec(
+    up="shared_mlp.input_linear",
+    down="shared_mlp.output_linear",
+    fused_gate=True,
+    width="shared_intermediate_size",
+    activation="shared_mlp.activation",
+)
+MAMBA = AttentionSpec(
+    path="mamba",
+    qkv=(),
+    output="out_proj",
+    kv_heads=None,
+    position="none",
+    beyond="it has a state in place of keys and values",
+    cached=(),
+    width=None,
+)
 
 ARCHITECTURES = (
     LLAMA,
@@ -25,6 +42,17 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="helium", attention=replace(ADJACENT, width=None)),  # its output projection is square
     GRANITE,
     replace(GRANITE, model_type="granitemoe", mlp=None, experts=GRANITE_EXPERTS),
+    replace(  # Mamba 2 in most blocks
+        GRANITE,
+        model_type="granitemoehybrid",
+        attention=replace(
+            LLAMA.attention, position=ByConfig("position_embedding_type", yes="rope", no="none", value="rope")
+        ),
+        mixers=(MAMBA,),
+        mlp=GRANITE_SHARED,
+        experts=replace(GRANITE_EXPERTS, shared=GRANITE_SHARED),
+        norms=None,
+    ),
     replace(  # part of a head rotates; parallel by config
         LLAMA,
         model_type="stablelm",

@@ -74,6 +74,7 @@ EXPERTS = {
     "qwen3_moe": "Qwen3-MoE",
     "qwen3_next": "Qwen3-Next",
     "granitemoe": "Granite-MoE",
+    "granitemoehybrid": "Granite 4",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
     "deepseek_v3": "DeepSeek V3",

@@ -4,25 +4,29 @@ Every trait is here because some step of the compression reads it, and the comme
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 T = TypeVar("T", covariant=True)
 QKVLayout = Literal["split", "concat", "grouped"]
+Position = Literal["rope", "alibi", "none"]
 
 
 @dataclass(frozen=True)
 class ByConfig(Generic[T]):
-    """A trait that a yes-or-no field of the config decides."""
+    """A trait that a field of the config decides: whether it is this value, or whether it is set."""
 
     field: str
     yes: T
     no: T
+    value: Any = None
 
     def of(self, config: Any) -> T:
         """The trait of this model."""
-        return self.yes if getattr(config, self.field) else self.no
+        found = getattr(config, self.field)
+        return self.yes if (found if self.value is None else found == self.value) else self.no
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class AttentionSpec:
     # rope: queries and keys are rotated in pairs, so type II may only select pairs. alibi: a bias on the scores is
     # passed in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely
     # (SVD).
-    position: Literal["rope", "alibi", "none"] = "rope"
+    position: Position | ByConfig[Position] = "rope"
     # Which dimensions rotary embedding turns together: p and p + half, or 2 p and 2 p + 1 ("adjacent").
     pairs: Literal["halves", "adjacent"] = "halves"
     # Whether the model's cos/sin table says every angle twice in a row instead of repeating itself.
@@ -166,7 +170,7 @@ class Architecture:
     # (field of the config, or of a part of it; what it does where set that no spec can say)
     unless: tuple[tuple[str, str], ...] = ()
 
-    def attention_of(self, block: nn.Module) -> AttentionSpec:
+    def attention_of(self, block: "nn.Module") -> AttentionSpec:
         """Spec of the attention of a block, or of what it has in its place."""
         there = dict(block.named_modules())
         return next((spec for spec in self.mixers if spec.path in there), self.attention)

@@ -102,12 +102,16 @@ def _mlp(architecture: "Architecture") -> str:
 
 
 def _form(attention: "AttentionSpec") -> str:
+    from ..architectures.spec import ByConfig
+
     if attention.beyond:
         return "dense"
     if attention.qk_norm and attention.norm_offset is None:
         return "dense with q/k-norm"
     if attention.qk_norm:
         return "pairs where named, with q/k-norm"
+    if isinstance(attention.position, ByConfig):
+        return "pairs, or svd where nothing rotates"
     if attention.position != "rope":
         return "svd"
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"

@@ -139,15 +139,15 @@ def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, b
 
 def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
     """Count a weight of a linear layer once, and a query head dimension once for each of ``context`` positions."""
-    if source.architecture.experts or source.architecture.mlp is None:
-        raise UnsupportedModelError(
-            f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter "
-            "of shapes; use another budget"
-        )
     if source.architecture.mixers:
         raise UnsupportedModelError(
             f"{source.architecture.model_type} has blocks without attention, whose multiply-accumulates no formula "
             "here counts; use another budget"
+        )
+    if source.architecture.experts or source.architecture.mlp is None:
+        raise UnsupportedModelError(
+            f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter "
+            "of shapes; use another budget"
         )
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:

@@ -88,15 +88,15 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
     architecture, config = architecture_of(model), model.config.get_text_config()
     if architecture.derived:
         raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
-    if architecture.experts or architecture.mlp is None:
-        raise UnsupportedModelError(
-            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; "
-            "use counted_macs"
-        )
     if architecture.mixers:
         raise UnsupportedModelError(
             f"{architecture.model_type} has blocks without attention, whose MACs no formula here counts; use "
             "counted_macs"
+        )
+    if architecture.experts or architecture.mlp is None:
+        raise UnsupportedModelError(
+            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; "
+            "use counted_macs"
         )
     attention = 0
     for index, block in enumerate(model.get_submodule(architecture.blocks).children()):
