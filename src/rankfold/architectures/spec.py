@@ -142,7 +142,7 @@ class Architecture:
     # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
     mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
-    # What some blocks have in place of attention, `beyond` it: linear attention, a convolution.
+    # What some blocks have in place of attention, a child of theirs and `beyond` it: linear attention, a convolution.
     mixers: tuple[AttentionSpec, ...] = ()
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
@@ -172,8 +172,7 @@ class Architecture:
 
     def attention_of(self, block: "nn.Module") -> AttentionSpec:
         """Spec of the attention of a block, or of what it has in its place."""
-        there = dict(block.named_modules())
-        return next((spec for spec in self.mixers if spec.path in there), self.attention)
+        return next((spec for spec in self.mixers if getattr(block, spec.path, None) is not None), self.attention)
 
     def path_of(self, index: int) -> str:
         """Path of a block."""
