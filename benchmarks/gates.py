@@ -28,6 +28,13 @@ DEFINITIONS = {
     "equal": "share of the dense model's tokens in free text",
 }
 
+WRITING = {
+    "last word, copying, arithmetic": "share of prompts whose greedy continuation is the answer",
+    "repetition": "1 - distinct 4-grams / 4-grams of a free text, mean over texts",
+    "distinct": "distinct 2-grams / 2-grams of all free texts together",
+    "tokens": "written before the first that differs from the dense model's, mean over texts",
+}
+
 
 def main() -> int:
     parser = arguments(__doc__)
@@ -93,10 +100,14 @@ def run(name: str, path: str, gate: dict, data: str | None, results: Path) -> li
         source, cells, tokens, measures, work, on_row=lambda row: say(f"{name}: {row['label']} at {row['sparsity']}")
     )
     config = {"model": describe_model(source), **{key: gate[key] for key in SETTINGS if key in gate}}
-    record = Record(results / f"gates_{name}.json", config, DEFINITIONS)
+    dense = found[0]["measures"]
+    record = Record(results / f"gates_{name}.json", config, DEFINITIONS | WRITING)
+    record.value["written by the dense model"] = written(dense)
     for row in found[1:]:
         least = methods[row["label"]][f"{row['sparsity']:g}"]
-        kept = {"error": row["error"]} if row["error"] else {"kept": kept_of(row["measures"], found[0]["measures"])}
+        kept = {"error": row["error"]}
+        if not row["error"]:
+            kept = {"kept": kept_of(row["measures"], dense), "written": written(row["measures"])}
         label = f"{row['label']} {row['sparsity']:g}"
         record.add(label, setting=row["label"], sparsity=row["sparsity"], least=least, **kept)
     shutil.rmtree(work)
@@ -126,6 +137,14 @@ def kept_of(own: dict, dense: dict) -> dict[str, float]:
     if before:
         found["exact"] = mean(own["generation"]["exact"], "share") / before
     return found | {"equal": own["generation"]["equal"]}
+
+
+def written(measures: dict) -> dict[str, float | None]:
+    """Return what a model writes, by name of a column."""
+    facts = measures["generation"]
+    exact = {kind: found["share"] for kind, found in facts["exact"].items()}
+    others = {"repetition": "repetition", "distinct": "distinct", "tokens": "first_difference"}
+    return exact | {name: facts.get(key) for name, key in others.items()}
 
 
 def mean(facts: dict[str, dict], key: str) -> float:

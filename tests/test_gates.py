@@ -51,6 +51,10 @@ def test_what_is_kept_by_hand_and_what_falls_short(gates):
     row |= {"setting": "svd", "sparsity": 0.3}
     page = importlib.import_module("pages.gates").gates({"definitions": dict.fromkeys(kept, ""), "rows": [row]})
     assert page[-1] == "| `svd` | 30% | 0.800 (≥ 0.8) | 0.800 | **0.500** (≥ 0.6) | 0.200 (≥ 0.2) |"
+    row["written"], dense = {"copying": 0.25, "tokens": None}, {"copying": 0.75, "tokens": 32.0}
+    record = {"definitions": {}, "rows": [row], "written by the dense model": dense}
+    page = importlib.import_module("pages.gates").gates(record)
+    assert page[-2:] == ["| dense | 0.75 | 32 |", "| `svd` 30% | 0.25 | – |"]
 
 
 def test_a_run_writes_its_record_and_ends_with_what_falls_short(gates, tmp_path, monkeypatch, capsys):
@@ -84,6 +88,7 @@ def test_a_run_writes_its_record_and_ends_with_what_falls_short(gates, tmp_path,
     assert "absent: left out, it is not at hand" in err
     (row,) = json.loads((tmp_path / "results" / "gates_tiny.json").read_text(encoding="utf-8"))["rows"]
     assert row["least"] == {"perplexity": 0.01, "equal": 1.0} and row["kept"]["perplexity"] > 0
+    assert row["written"].keys() == {"copying", "arithmetic", "repetition", "distinct", "tokens"}
     assert not list(tmp_path.glob("rankfold-gates-*"))
 
 

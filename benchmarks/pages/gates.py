@@ -4,7 +4,7 @@ from .tables import table
 
 
 def gates(record: dict) -> list[str]:
-    names = list(record["definitions"])
+    names = [name for name in record["definitions"] if any(name in row.get("kept", {}) for row in record["rows"])]
     body = [
         [f"`{row['setting']}`", f"{row['sparsity']:.0%}", *(cell(row, name) for name in names)]
         for row in record["rows"]
@@ -13,7 +13,23 @@ def gates(record: dict) -> list[str]:
         "Kept of the dense model, and what must be kept where there is a gate; bold: it falls short.",
         "",
         *table(["method", "sparsity", *names], body),
+        *writing(record),
     ]
+
+
+def writing(record: dict) -> list[str]:
+    """Return the table of what the models write, where the record has it."""
+    dense = record.get("written by the dense model")
+    if dense is None:
+        return []
+    rows = {"dense": dense} | {
+        f"`{row['setting']}` {row['sparsity']:.0%}": row["written"] for row in record["rows"] if "written" in row
+    }
+    body = [
+        [name, *("–" if found.get(key) is None else f"{found[key]:.3g}" for key in dense)]
+        for name, found in rows.items()
+    ]
+    return ["", "What they write:", "", *table(["model", *dense], body)]
 
 
 def cell(row: dict, name: str) -> str:
