@@ -110,6 +110,15 @@ def test_moments_are_of_the_hidden_units_of_transformers_own_forward(family):
         torch.testing.assert_close(found, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("method, modules", [("modegpt", ("vo",)), ("flap", ("heads",)), ("latentllm", ("q", "o"))])
+def test_attention_is_compressed_where_it_is(method, modules):
+    """It may be named although the first block has none."""
+    dense = model_of("lfm2")
+    plan = rankfold.plan(dense, 0.01, method=method, calibration=tokens(), modules=modules, rank_multiple=2)
+    assert {module.block for module in plan.modules} == {1, 3}
+    assert {module.module for module in plan.modules} == {*modules}
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_only_attention_caches_keys_and_values(family):
     dense = model_of(family)

@@ -3,23 +3,13 @@
 from dataclasses import replace
 
 from .llama import LLAMA
-from .spec import AttentionSpec, ExpertsSpec, MLPSpec
+from .spec import ExpertsSpec, MLPSpec, mixer
 
-CONVOLUTION = AttentionSpec(
-    path="conv",
-    qkv=(),
-    output="out_proj",
-    kv_heads=None,
-    position="none",
-    beyond="it is a convolution",
-    cached=(),
-    width=None,
-)
 LFM2 = replace(
     LLAMA,
     model_type="lfm2",
     attention=replace(LLAMA.attention, output="out_proj", qk_norm=("q_layernorm", "k_layernorm"), width=None),
-    mixers=(CONVOLUTION,),
+    mixers=(mixer("conv", "it is a convolution"),),
     mlp=MLPSpec(gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2", width=None),
     middle="ffn_norm",
     norms=None,

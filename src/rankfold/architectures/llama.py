@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
+from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec, mixer
 
 LLAMA = Architecture(
     model_type="llama",
@@ -21,16 +21,6 @@ GRANITE_SHARED = MLPSpec(
     width="shared_intermediate_size",
     activation="shared_mlp.activation",
 )
-MAMBA = AttentionSpec(
-    path="mamba",
-    qkv=(),
-    output="out_proj",
-    kv_heads=None,
-    position="none",
-    beyond="it has a state in place of keys and values",
-    cached=(),
-    width=None,
-)
 
 ARCHITECTURES = (
     LLAMA,
@@ -48,7 +38,7 @@ ARCHITECTURES = (
         attention=replace(
             LLAMA.attention, position=ByConfig("position_embedding_type", yes="rope", no="none", value="rope")
         ),
-        mixers=(MAMBA,),
+        mixers=(mixer("mamba", "it has a state in place of keys and values"),),
         mlp=GRANITE_SHARED,
         experts=replace(GRANITE_EXPERTS, shared=GRANITE_SHARED),
         norms=None,

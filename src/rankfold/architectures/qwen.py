@@ -5,7 +5,7 @@ Qwen3-Next and Qwen3.5: gated attention in every fourth block, linear attention 
 from dataclasses import replace
 
 from .llama import LLAMA
-from .spec import AttentionSpec, ExpertsSpec, MLPSpec
+from .spec import AttentionSpec, ExpertsSpec, MLPSpec, mixer
 
 QWEN2 = replace(LLAMA, model_type="qwen2")
 QWEN3 = replace(LLAMA, model_type="qwen3", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
@@ -17,16 +17,6 @@ SHARED = MLPSpec(
     activation="mlp.shared_expert.act_fn",
 )
 BESIDE_SHARED = ExpertsSpec(shared=SHARED, count="num_experts")
-LINEAR = AttentionSpec(
-    path="linear_attn",
-    qkv=(),
-    output="out_proj",
-    kv_heads=None,
-    position="none",
-    beyond="it has a state in place of keys and values",
-    cached=(),
-    width=None,
-)
 QWEN3_5 = replace(
     LLAMA,
     model_type="qwen3_5_text",
@@ -37,7 +27,7 @@ QWEN3_5 = replace(
         beyond="gates stand between its values and its output projection",
         width=None,
     ),
-    mixers=(LINEAR,),
+    mixers=(mixer("linear_attn", "it has a state in place of keys and values"),),
     norms=None,
 )
 

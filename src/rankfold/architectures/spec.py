@@ -87,6 +87,11 @@ class AttentionSpec:
     packed: bool = False
 
 
+def mixer(path: str, beyond: str) -> AttentionSpec:
+    """Return the spec of what a block has in place of attention: it stays as it is and caches nothing per token."""
+    return AttentionSpec(path, "out_proj", (), kv_heads=None, position="none", beyond=beyond, cached=(), width=None)
+
+
 @dataclass(frozen=True)
 class MLPSpec:
     """Where a block keeps its MLP. Paths are relative to the block; all of them lose or keep the same hidden units."""

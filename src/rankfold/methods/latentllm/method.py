@@ -137,6 +137,7 @@ class LatentLLM(NarrowingMethod):
         there = slots(self, view)
         present = [m for m in self.all_modules if m in there]
         elsewhere = EXPERTS if architecture.experts and self.takes_experts else ()  # blocks may differ in kind
+        elsewhere += ATTENTION if architecture.mixers and not architecture.attention.beyond else ()
         for module in self.modules or ():
             if module not in (*present, *elsewhere):
                 raise UnsupportedModelError(

@@ -49,8 +49,8 @@ class Slicing(NarrowingMethod):
         reasons = {}
         if view.mlp is None:
             reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken"
-        if view.attention.spec.beyond:
-            reasons["heads"] = view.attention.spec.beyond
+        if architecture.attention.beyond:
+            reasons["heads"] = architecture.attention.beyond
         elif view.attention.spec.position == "alibi" or getattr(view.config, "alibi", False):
             reasons["heads"] = "ALiBi gives every head a bias by its number, and fewer heads would get those of others"
         elif view.attention.kv_heads == 1:
@@ -64,7 +64,8 @@ class Slicing(NarrowingMethod):
                     f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; it can take {rest}"
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
-        return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
+        missing = {"heads"} if view.attention.spec.beyond else set()  # blocks may differ in kind
+        return tuple(m for m in self.all_modules if m in wanted and m not in reasons.keys() | missing)
 
     def statistics(self, view: BlockView) -> set[str]:
         there = sliceable(view)
