@@ -10,7 +10,7 @@ import transformers as t
 import rankfold
 from families import GQA, cached_numbers, some_ids, tokens
 from rankfold.errors import UnsupportedModelError
-from rankfold.evaluation.complexity import formula_macs
+from rankfold.evaluation.complexity import cache_bytes, formula_macs
 
 BLOCKS = 4
 DEEP = GQA | {"num_hidden_layers": BLOCKS}
@@ -124,6 +124,7 @@ def test_only_attention_caches_keys_and_values(family):
     dense = model_of(family)
     plan = rankfold.plan(dense, 0.2, method="modegpt", calibration=tokens(), modules=("mlp",))
     assert plan.kv_bytes_per_token == plan.kv_bytes_per_token_after == 4 * cached_numbers(dense) > 0
+    assert cache_bytes(dense) == plan.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("family", CONFIGS)
