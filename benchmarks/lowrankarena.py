@@ -67,7 +67,7 @@ def main() -> int:
 
 def keep(found: dict, source, args) -> None:
     """Write the rows of a comparison as a record."""
-    path = args.json or common.RESULTS / f"lowrankarena_{Path(source.name).stem}.json"
+    path = args.json or common.RESULTS / f"lowrankarena_{Path(args.model).stem}.json"
     described = json.loads((Path(found["output"]) / "compare.json").read_text(encoding="utf-8"))["identity"]
     config = {"model": common.describe_model(source), "texts": list(TEXTS), "protocol": described["protocol"]}
     record = common.Record(path, config, DEFINITIONS)
