@@ -1,5 +1,7 @@
 """Models of two parts: which is taken, what of it shrinks, and what stays."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
@@ -173,7 +175,7 @@ SEEING = {
     "qwen3_5": (
         t.Qwen3_5ForConditionalGeneration,
         lambda: t.Qwen3_5Config(
-            text_config=TEXT | ROPE | HALF_LINEAR | {"head_dim": 8}, vision_config=MERGED, **PLACES
+            text_config=TEXT | copy.deepcopy(ROPE) | HALF_LINEAR | {"head_dim": 8}, vision_config=MERGED, **PLACES
         ),
         "model.language_model.layers",
         "model.visual.blocks",

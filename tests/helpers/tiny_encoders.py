@@ -1,5 +1,6 @@
 """Tiny random encoders of every family, with and without heads; one line each."""
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ WINDOWS = OUT | {"window_size": 28, "fullatt_block_indexes": [1]}  # 16 patches 
 
 def _behind(tower: dict) -> dict:
     """The language model behind a tower."""
-    return {"text_config": {**GQA, **IDS, **ROPE}, "vision_config": tower, **PLACES}
+    # A copy: Qwen3.5's config writes into the dictionary that it is given.
+    return {"text_config": {**GQA, **IDS, **copy.deepcopy(ROPE)}, "vision_config": tower, **PLACES}
 
 
 class Encoder(NamedTuple):
