@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import common
-import rankfold
+from rankfold.comparison.folder import CONFIG, read_config
 from rankfold.comparison.protocol import read_protocol
 
 PROTOCOL = read_protocol("lowrankarena")
@@ -61,15 +61,16 @@ def main() -> int:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 1):  # 1: a row could not be done, and says why
         return done.returncode
-    keep(json.loads(done.stdout), rankfold.open_model(model), args)
+    keep(json.loads(done.stdout), args)
     return done.returncode
 
 
-def keep(found: dict, source, args) -> None:
+def keep(found: dict, args) -> None:
     """Write the rows of a comparison as a record."""
     path = args.json or common.RESULTS / f"lowrankarena_{Path(args.model).stem}.json"
-    described = json.loads((Path(found["output"]) / "compare.json").read_text(encoding="utf-8"))["identity"]
-    config = {"model": common.describe_model(source), "texts": list(TEXTS), "protocol": described["protocol"]}
+    identity = read_config(Path(found["output"]) / CONFIG)["identity"]
+    model = {"name": identity["base_model"], "fingerprint": identity["fingerprint"]}
+    config = {"model": model, "texts": list(TEXTS), "protocol": identity["protocol"]}
     record = common.Record(path, config, DEFINITIONS)
     for row in found["rows"]:
         record.add(f"{row['label']} {row['sparsity']:g}", **{key: row[key] for key in KEPT if key in row})
