@@ -17,6 +17,7 @@ from rankfold.cli.forms import parse_forms
 from rankfold.comparison import Accuracies, Generations, Measures, Perplexities, cells_of, compare
 from rankfold.evaluation.tasks import Questions
 from rankfold.evaluation.text import Texts
+from rankfold.evaluation.writing import DEFINITIONS as WRITTEN
 from rankfold.evaluation.writing import Writing
 
 GATES = HERE / "gates.toml"
@@ -29,10 +30,10 @@ DEFINITIONS = {
 }
 
 WRITING = {
-    "last word, copying, arithmetic": "share of prompts whose greedy continuation is the answer",
-    "repetition": "1 - distinct 4-grams / 4-grams of a free text, mean over texts",
-    "distinct": "distinct 2-grams / 2-grams of all free texts together",
-    "tokens": "written before the first that differs from the dense model's, mean over texts",
+    "last word, copying, arithmetic": WRITTEN["exact"],
+    "repetition": WRITTEN["repetition"],
+    "distinct": WRITTEN["distinct"],
+    "tokens": WRITTEN["first_difference"],
 }
 
 
@@ -143,8 +144,11 @@ def written(measures: dict) -> dict[str, float | None]:
     """Return what a model writes, by name of a column."""
     facts = measures["generation"]
     exact = {kind: found["share"] for kind, found in facts["exact"].items()}
-    others = {"repetition": "repetition", "distinct": "distinct", "tokens": "first_difference"}
-    return exact | {name: facts.get(key) for name, key in others.items()}
+    return exact | {
+        "repetition": facts["repetition"],
+        "distinct": facts["distinct"],
+        "tokens": facts.get("first_difference"),
+    }
 
 
 def mean(facts: dict[str, dict], key: str) -> float:

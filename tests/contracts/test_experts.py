@@ -14,7 +14,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import rankfold
-from families import GQA, IDS, SHAPE, cached_numbers, some_ids
+from families import GQA, HEADS_OF_MAMBA, HEADS_OF_STATES, IDS, SHAPE, cached_numbers, some_ids
 from rankfold import CalibrationData, MoDeGPT, Rankfold
 from rankfold.compression.replace import replace
 from rankfold.errors import OptionError, UnsupportedModelError
@@ -45,14 +45,15 @@ CONFIGS = {
     "dots1": lambda: t.Dots1Config(**GQA, **BESIDE_SHARED, head_dim=8),
     "qwen3_next": lambda: t.Qwen3NextConfig(
         **_qwen(),
-        **{"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "head_dim": 8, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **HEADS_OF_STATES,
+        **{"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "head_dim": 8},
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "granitemoehybrid": lambda: t.GraniteMoeHybridConfig(
         **NARROW,
-        **{"num_local_experts": E, "num_experts_per_tok": TOP, "shared_intermediate_size": 40, "mamba_n_heads": 8},
-        **{"mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "position_embedding_type": "rope"},
+        **HEADS_OF_MAMBA,
+        **{"num_local_experts": E, "num_experts_per_tok": TOP, "shared_intermediate_size": 40},
+        position_embedding_type="rope",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "lfm2_moe": lambda: t.Lfm2MoeConfig(**_qwen(), num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),

@@ -8,7 +8,7 @@ import torch
 import transformers as t
 
 import rankfold
-from families import GQA, cached_numbers, some_ids, tokens
+from families import GQA, HEADS_OF_MAMBA, HEADS_OF_STATES, cached_numbers, some_ids, tokens
 from rankfold.errors import UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes, formula_macs
 
@@ -16,16 +16,13 @@ BLOCKS = 4
 DEEP = GQA | {"num_hidden_layers": BLOCKS}
 LINEAR = ["linear_attention", "full_attention"] * 2
 CONFIGS = {
-    "qwen3_5_text": lambda: t.Qwen3_5TextConfig(
-        **DEEP,
-        **{"head_dim": 8, "layer_types": LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    ),
+    "qwen3_5_text": lambda: t.Qwen3_5TextConfig(**DEEP, **HEADS_OF_STATES, head_dim=8, layer_types=LINEAR),
     "lfm2": lambda: t.Lfm2Config(**DEEP, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False),
     "granitemoehybrid": lambda: t.GraniteMoeHybridConfig(  # nothing rotates
         **DEEP,
-        **{"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8},
-        **{"mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "position_embedding_type": "nope"},
+        **HEADS_OF_MAMBA,
+        **{"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 48},
+        position_embedding_type="nope",
     ),
 }
 PLACE = {"qwen3_5_text": "linear_attn", "lfm2": "conv", "granitemoehybrid": "mamba"}

@@ -7,7 +7,7 @@ import torch
 import transformers as t
 
 import rankfold
-from families import GQA, IDS, VISION, some_ids, tokens
+from families import GQA, HEADS_OF_STATES, IDS, VISION, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
 from tiny_encoders import tiny_encoder
@@ -113,10 +113,7 @@ MERGED = PATCHES | {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size
 PLACES = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 TEXT = {**GQA, **IDS, "max_position_embeddings": 128}
-HALF_LINEAR = {
-    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2},
-    **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-}
+HALF_LINEAR = HEADS_OF_STATES | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 OF_LLAMA = {
     "text_config": TEXT | {"model_type": "llama"},
     "vision_config": SMALL,

@@ -4,6 +4,7 @@ Shape legend: E experts, n tokens, D model width, F hidden width of an expert, R
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class ExpertsView:
 
 def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsView | None:
     """The experts of a block; ``None`` where it has none."""
-    experts = dict(block.named_modules()).get(spec.path)
+    experts: Any = reduce(lambda part, name: getattr(part, name, None), spec.path.split("."), block)
     if experts is None:
         return None
     groups = [getattr(config, name) for name in spec.groups or ()]
