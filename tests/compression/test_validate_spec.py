@@ -11,7 +11,15 @@ from transformers.models.granite_swa.configuration_granite_swa import GraniteSWA
 
 import rankfold
 from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
-from rankfold.architectures import Architecture, AttentionSpec, ByConfig, MLPSpec, known_architectures, registry
+from rankfold.architectures import (
+    Architecture,
+    AttentionSpec,
+    ByConfig,
+    ExpertsSpec,
+    MLPSpec,
+    known_architectures,
+    registry,
+)
 from rankfold.architectures.derive import derive
 from rankfold.cli.models import code
 from rankfold.compression import validate_spec as module
@@ -51,9 +59,20 @@ def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatc
         assert found.spec.mlp == dataclasses.replace(known.mlp, activation=None)
     else:
         assert found.spec.mlp is None
+    assert_same_experts(found.spec.experts, known.experts)
     free = FREE | ({"kv_heads", "position"} if family.startswith("falcon") else set())  # ALiBi goes by the mask
     assert compared(found.spec.attention, config, free) == compared(known.attention, config, free)
     assert eval(code(found.spec)) == dataclasses.replace(found.spec, derived=False)  # what is printed can be pasted
+
+
+def assert_same_experts(found, known) -> None:
+    """But for what blocks do not show: fields of the config for widths, and the function between two layers."""
+    assert (found is None) == (known is None)
+    if known is not None:
+        assert dataclasses.replace(found, shared=None) == dataclasses.replace(known, shared=None, width=None)
+        assert (found.shared is None) == (known.shared is None)
+        if known.shared is not None:
+            assert found.shared == dataclasses.replace(known.shared, width=None, activation=None)
 
 
 @pytest.mark.parametrize("family", sorted(UNREADABLE))
@@ -66,6 +85,9 @@ def test_a_block_that_is_read_wrongly_is_refused_with_the_reason(family, monkeyp
         validated(rankfold.open_model(model, device="cpu"))
 
 
+AMONG_SIX = {"num_experts": 6, "moe_num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
 def unknown(name: str) -> nn.Module:
     configs = {
         "ministral": lambda: t.MinistralConfig(**GQA, head_dim=8, sliding_window=8),
@@ -73,6 +95,17 @@ def unknown(name: str) -> nn.Module:
         "jais2": lambda: t.Jais2Config(**GQA, head_dim=8),
         "persimmon": lambda: t.PersimmonConfig(**SHAPE),
         "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
+        # Experts: in all blocks; behind a dense one, with a shared one; that and a gate in attention.
+        "minimax_m2": lambda: t.MiniMaxM2Config(**GQA, head_dim=8, num_local_experts=6, num_experts_per_tok=2),
+        "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(**GQA, **AMONG_SIX, moe_layer_start_index=1),
+        "afmoe": lambda: t.AfmoeConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8, num_dense_layers=1, sliding_window=8),
+        # Mamba in place of attention, in blocks of another class.
+        "jamba": lambda: t.JambaConfig(
+            **{**GQA, **IDS},
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+            use_mamba_kernels=False,
+        ),
     }
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(configs[name]())
@@ -82,7 +115,11 @@ def unknown(name: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"])
+DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
+OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe", "jamba"]
+
+
+@pytest.mark.parametrize("name", [*DENSE_PARTS, *OTHER_PARTS])
 @pytest.mark.parametrize("method", ["rankfold", "latentllm"])
 def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, method, tmp_path):
     model = unknown(name)
@@ -147,23 +184,33 @@ def norm_over_units(self, x):
     return self.down_proj(hidden / hidden.norm(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize(
-    "what, message",
-    [
-        ("attention", r"block 0 computes something else with its attention replaced, by \d"),
-        ("units", r"hidden units of block 0 depend on each other, by \d"),
-    ],
-)
-def test_what_a_block_does_beside_what_its_names_say_is_found(what, message, monkeypatch):
-    kind = t.models.llama.modeling_llama
-    if what == "attention":
-        monkeypatch.setattr(kind.LlamaAttention, "plain_forward", kind.LlamaAttention.forward, raising=False)
-        monkeypatch.setattr(kind.LlamaAttention, "forward", attention_that_gates)
-    else:
-        monkeypatch.setattr(kind.LlamaMLP, "forward", norm_over_units)
+def test_units_that_depend_on_each_other_are_found(monkeypatch):
+    monkeypatch.setattr(t.models.llama.modeling_llama.LlamaMLP, "forward", norm_over_units)
     model = tiny_model("llama")
     forget(monkeypatch, model)
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=r"hidden units of block 0 depend on each other, by \d"):
+        validated(rankfold.open_model(model, device="cpu"))
+
+
+def test_attention_that_does_more_than_its_names_say_stays_dense(monkeypatch, caplog):
+    attention = t.models.llama.modeling_llama.LlamaAttention
+    monkeypatch.setattr(attention, "plain_forward", attention.forward, raising=False)
+    monkeypatch.setattr(attention, "forward", attention_that_gates)
+    model = tiny_model("llama")
+    forget(monkeypatch, model)
+    small = rankfold.compress(model, sparsity=0.2, calibration=tokens(), rank_multiple=2).model
+    assert "stays dense: block 0 computes something else with its attention replaced, by" in caplog.text
+    for dense, block in zip(model.model.layers, small.model.layers, strict=True):
+        assert block.mlp.down_proj.weight.shape[1] < dense.mlp.down_proj.weight.shape[1]
+        for name, weight in dense.self_attn.named_parameters():
+            assert torch.equal(block.self_attn.get_parameter(name), weight), name
+
+
+def test_attention_that_stays_dense_is_refused_where_its_cache_is_not_as_it_seems():
+    model = t.AutoModelForCausalLM.from_config(
+        t.MiMoV2FlashConfig(**{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"block \d caches \d+ numbers per token, not \d+"):
         validated(rankfold.open_model(model, device="cpu"))
 
 
@@ -183,4 +230,4 @@ def test_a_model_without_such_parts_says_which():
         UnsupportedModelError, match="'mamba' has no spec, and none can be read off its blocks: its attention"
     ):
         derive(model)
-    assert Architecture and AttentionSpec and MLPSpec  # names that printed specs use
+    assert Architecture and AttentionSpec and ExpertsSpec and MLPSpec  # names that printed specs use

@@ -8,7 +8,7 @@ from .norms import Norm
 from .parts import PARTS, Part, context_of, part_of
 from .rebuilding import FROM_CONFIG, copied_config, from_config, with_fields
 from .registry import architecture_of, family_of, known_architectures
-from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
+from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec, left_dense
 from .views import BlockView, MLPView
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "family_of",
     "from_config",
     "known_architectures",
+    "left_dense",
     "own_frequencies",
     "part_of",
     "read_linear",

@@ -1,17 +1,18 @@
-"""The spec of a family that nobody wrote down, read off one block: names and shapes.
+"""The spec of a family that nobody wrote down, read off its blocks: names and shapes.
 
 It is a guess until numbers confirm it on the model at hand (:mod:`rankfold.compression.validate_spec`); nothing uses it
-before.
+before. Attention of which not all is read stays as it is, and so does what some blocks have in its place.
 """
 
 import re
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from ..errors import UnsupportedModelError
 from .linear import read_linear
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 AFFIX = re.compile(r"^(to_|in_|self_)|_?(proj|projection|lin|linear|layer|weight)$|_")
 SEPARATE = {"q": ("q", "wq", "query"), "k": ("k", "wk", "key"), "v": ("v", "wv", "value")}
 FUSED = ("qkv", "wqkv", "querykeyvalue", "cattn", "wpack")
+OUTPUTS = ("o", "out", "wo", "output", "dense", "c")
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor")
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 OUTPUT_DROPOUTS = ("residual_dropout", "resid_dropout", "hidden_dropout")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+GROUPS = ("n_group", "topk_group")
 Layers = dict[str, nn.Module]
 
 
@@ -37,13 +41,18 @@ def derive(model: "PreTrainedModel") -> Architecture:
     """
     config = model.config.get_text_config()
     path, blocks = _blocks(model, config)
-    block = blocks[0]
-    name, module = _attention(block, config)
+    name, module = _attention(blocks, config)
+    mixers = _mixers(blocks, name, config)
+    places = (name, *(spec.path for spec in mixers))
+    experts = [_experts(block, places, config) for block in blocks]
+    plain = next((block for block, found in zip(blocks, experts, strict=True) if found is None), None)
     return Architecture(
         model_type=config.model_type,
         blocks=path,
         attention=_attention_spec(name, module, model, config),
-        mlp=_mlp({n: layer for n, layer in linear_layers(block).items() if not n.startswith(f"{name}.")}, config),
+        mlp=None if plain is None else _mlp(_outside(plain, places), config),
+        experts=next(filter(None, experts), None),
+        mixers=mixers,
         derived=True,
     )
 
@@ -70,58 +79,96 @@ def _because(config, why: str) -> str:
 
 
 def _blocks(model: nn.Module, config) -> tuple[str, nn.ModuleList]:
-    """The list of as many modules as the config has layers, all of one kind, that holds the most weights."""
+    """The list of as many modules as the config has layers that holds the most weights."""
     wanted = getattr(config, "num_hidden_layers", None)
     lists = {
         name: found
         for name, found in model.named_modules()
-        if isinstance(found, nn.ModuleList) and len(found) == wanted and len({type(m) for m in found}) == 1
+        if isinstance(found, nn.ModuleList) and len(found) == wanted
     }
     if not lists:
-        raise UnsupportedModelError(_because(config, f"there is no list of {wanted} blocks of one kind"))
+        raise UnsupportedModelError(_because(config, f"there is no list of {wanted} blocks"))
     return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
-def _attention(block: nn.Module, config) -> tuple[str, nn.Module]:
-    found = [(name, m) for name, m in block.named_modules() if name and hasattr(m, "layer_idx") and linear_layers(m)]
+def _numbered(block: nn.Module) -> list[str]:
+    """Paths of what knows the number of its layer: it keeps something in the cache."""
+    return [name for name, m in block.named_modules() if name and hasattr(m, "layer_idx") and linear_layers(m)]
+
+
+def _attention(blocks: nn.ModuleList, config) -> tuple[str, nn.Module]:
+    """The first that has queries, keys and values; where there is none, the first that might."""
+    # The innermost comes first: some wrap it.
+    found = [(name, block.get_submodule(name)) for block in blocks for name in reversed(_numbered(block))]
     if not found:
         raise UnsupportedModelError(
             _because(config, "no module of a block is an attention with the number of its layer")
         )
-    return found[-1]  # the innermost: some wrap it
+    return next((item for item in found if _qkv(linear_layers(item[1]))), found[0])
+
+
+def _mixers(blocks: nn.ModuleList, attention: str, config) -> tuple[AttentionSpec, ...]:
+    """What blocks without such a module have in its place."""
+    found: dict[str, nn.Module] = {}
+    for block in blocks:
+        names = _numbered(block)
+        if names and attention not in names:
+            found.setdefault(names[0], block.get_submodule(names[0]))
+    return tuple(
+        replace(mixer(name, f"it is {type(module).__name__}"), output=_one_output(linear_layers(module), (), config))
+        for name, module in found.items()
+    )
+
+
+def _outside(block: nn.Module, places: tuple[str, ...]) -> Layers:
+    """Linear layers that are in none of these modules."""
+    inside = tuple(f"{name}." for name in places)
+    return {name: layer for name, layer in linear_layers(block).items() if not name.startswith(inside)}
+
+
+def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec | None:
+    """``None`` where there are none, or none of those that transformers runs by kernels of its own."""
+    found: list[tuple[str, Any]] = [item for item in block.named_modules() if getattr(item[1], "has_gate", False)]
+    if len(found) != 1 or not hasattr(config, "num_experts_per_tok"):
+        return None
+    ((path, module),) = found
+    experts = len(module.down_proj)
+    count = next((name for name in COUNTS if getattr(config, name, None) == experts), None)
+    if count is None:
+        return None
+    # Neither the router nor a gate on the MLP beside the experts is a part of that MLP.
+    beside = {n: m for n, m in _outside(block, places).items() if shape(m)[0] not in (1, experts)}
+    shared = _mlp(beside, config)
+    return ExpertsSpec(
+        path=path,
+        transposed=module.is_transposed,
+        interleaved=not module.is_concatenated,
+        shared=replace(shared, width=None) if shared else None,
+        width=None,  # nothing here shows that the class asks the config
+        count=count,
+        groups=GROUPS if all(getattr(config, name, None) for name in GROUPS) else None,
+    )
 
 
 def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> AttentionSpec:
     layers = linear_layers(module)
-    plain = {name: AFFIX.sub("", AFFIX.sub("", name.lower())) for name in layers}
-    parts = [name for names in SEPARATE.values() for name in [n for n in layers if plain[n] in names][:1]]
-    fused = [name for name in layers if plain[name] in FUSED]
-    if len(parts) == len(SEPARATE):
-        qkv = tuple(parts)
-    elif len(fused) == 1:
-        qkv = (fused[0],)
-    else:
+    qkv = _qkv(layers)
+    if not qkv:
         raise UnsupportedModelError(
             _because(config, f"its attention projects by {', '.join(layers)}, which are not queries, keys and values")
         )
-    others = [name for name in layers if name not in qkv]
-    if len(others) != 1:
-        raise UnsupportedModelError(
-            _because(
-                config,
-                f"its attention has {', '.join(others) or 'nothing'} in addition to {', '.join(qkv)}, not one output",
-            )
-        )
+    output = _one_output(layers, qkv, config)
+    kv_heads = "config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
     if scaling is None:
         raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))
     rotary = any(type(m).__name__.endswith("RotaryEmbedding") for m in model.modules())
     norms, over = _norms(module, layers[qkv[0]])
-    return AttentionSpec(
+    spec = AttentionSpec(
         path=path,
         qkv=qkv,
-        output=others[0],
-        kv_heads="config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None,
+        output=output,
+        kv_heads=kv_heads,
         width=None,  # nothing here shows that the class asks the config; heads of a stock model keep theirs
         position="rope" if rotary else "none",
         sinks="sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else None,
@@ -132,6 +179,35 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         dropout=next((name for name in DROPOUTS if hasattr(module, name)), DROPOUTS[0]),
         output_dropout=next((name for name in OUTPUT_DROPOUTS if hasattr(module, name)), None),
     )
+    others = [name for name in layers if name not in (*qkv, output)]
+    return left_dense(spec, f"its attention has {', '.join(others)} too") if others else spec
+
+
+def _plain(name: str) -> str:
+    return AFFIX.sub("", AFFIX.sub("", name.lower()))
+
+
+def _qkv(layers: Layers) -> tuple[str, ...]:
+    """The three projections, or the one that is fused; nothing where there are none such."""
+    parts = [name for names in SEPARATE.values() for name in [n for n in layers if _plain(n) in names][:1]]
+    fused = [name for name in layers if _plain(name) in FUSED]
+    if len(parts) == len(SEPARATE):
+        return tuple(parts)
+    return tuple(fused) if len(fused) == 1 else ()
+
+
+def _one_output(layers: Layers, qkv: tuple[str, ...], config) -> str:
+    """The one other layer, or of several the one with such a name."""
+    others = [name for name in layers if name not in qkv]
+    named = others if len(others) == 1 else [name for name in others if _plain(name) in OUTPUTS]
+    if len(named) != 1:
+        raise UnsupportedModelError(
+            _because(
+                config,
+                f"its attention has {', '.join(others) or 'nothing'} in addition to {', '.join(qkv)}, not one output",
+            )
+        )
+    return named[0]
 
 
 def _norms(attention: nn.Module, query: nn.Module) -> tuple[tuple[str, str] | None, Literal["head", "all heads"]]:

@@ -87,6 +87,11 @@ class AttentionSpec:
     packed: bool = False
 
 
+def left_dense(attention: AttentionSpec, beyond: str) -> AttentionSpec:
+    """Return the spec of an attention of which no more is said than where it is, so that it stays as it is."""
+    return AttentionSpec(attention.path, attention.output, (), kv_heads=attention.kv_heads, beyond=beyond, width=None)
+
+
 def mixer(path: str, beyond: str) -> AttentionSpec:
     """Return the spec of what a block has in place of attention: it stays as it is and caches nothing per token."""
     return AttentionSpec(path, "out_proj", (), kv_heads=None, position="none", beyond=beyond, cached=(), width=None)

@@ -1,7 +1,7 @@
 """`rankfold models`"""
 
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,7 +10,7 @@ from . import common as c
 from . import options as o
 
 if TYPE_CHECKING:
-    from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, NamedModel
+    from ..architectures import Architecture, AttentionSpec, NamedModel
 
 
 def command(
@@ -117,18 +117,19 @@ def _form(attention: "AttentionSpec") -> str:
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"
 
 
-def code(spec: "Architecture | AttentionSpec | ExpertsSpec | MLPSpec") -> str:
+def code(spec: Any) -> str:
     """Return the expression that makes a spec, without what is as it is by default."""
-    from ..architectures import AttentionSpec, ExpertsSpec, MLPSpec
-
     given = {
         f.name: getattr(spec, f.name)
         for f in fields(spec)
         if f.default is MISSING or getattr(spec, f.name) != f.default
     }
     given.pop("derived", None)
-    shown = {
-        name: code(value) if isinstance(value, AttentionSpec | ExpertsSpec | MLPSpec) else repr(value)
-        for name, value in given.items()
-    }
-    return f"{type(spec).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+    shown = ", ".join(f"{name}={_code(value)}" for name, value in given.items())
+    return f"{type(spec).__name__}({shown})"
+
+
+def _code(value: Any) -> str:
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return f"({', '.join(map(code, value))},)"
+    return code(value) if is_dataclass(value) and not hasattr(value, "of") else repr(value)

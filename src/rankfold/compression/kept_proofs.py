@@ -15,21 +15,22 @@ from huggingface_hub import constants
 
 from .._utils.files import read_json, write_json
 from .._utils.schema import NUMBER, Maybe, check_record
-from ..architectures import Architecture
+from ..architectures import Architecture, left_dense
 from ..errors import CheckpointError
 from ..models.dense_model import DenseModel
 from ..report.record import versions
 
 log = logging.getLogger(__name__)
 
-KEPT: dict[str, dict[str, Any]] = {  # what names do not show and a proof finds
+KEPT: dict[str, Any] = {  # what names do not show and a proof finds
     "traits": {"returns_tuple": bool, "middle": Maybe(str), "adds": bool},
     "attention": {"layout": str, "pairs": str, "interleaved_table": bool, "position": str, "rotates": Maybe(str)},
-    "differences": {"logits": NUMBER, "replaced": NUMBER},
+    "left_dense": Maybe(str),
+    "differences": {"logits": NUMBER, "replaced": Maybe(NUMBER)},
 }
 
 
-def load_proof(source: DenseModel) -> tuple[Architecture, float, float] | None:
+def load_proof(source: DenseModel) -> tuple[Architecture, float, float | None] | None:
     """Return what :func:`keep_proof` kept of this model: spec and differences; ``None`` where there is nothing."""
     if source.bytes_on_disk is None or not (place := _place(source)).exists():
         return None
@@ -40,11 +41,14 @@ def load_proof(source: DenseModel) -> tuple[Architecture, float, float] | None:
         log.info("%s; proving the spec again", error)
         return None
     given, differences = source.architecture, found["differences"]
-    spec = replace(given, attention=replace(given.attention, **found["attention"]), **found["traits"])
+    attention = replace(given.attention, **found["attention"])
+    if why := found["left_dense"]:
+        attention = left_dense(attention, why)
+    spec = replace(given, attention=attention, **found["traits"])
     return spec, differences["logits"], differences["replaced"]
 
 
-def keep_proof(source: DenseModel, spec: Architecture, logits: float, attention: float) -> None:
+def keep_proof(source: DenseModel, spec: Architecture, logits: float, attention: float | None) -> None:
     """Keep a proof for later runs, where the cache can be written.
 
     Args:
@@ -57,6 +61,7 @@ def keep_proof(source: DenseModel, spec: Architecture, logits: float, attention:
     kept = {
         "traits": {name: getattr(spec, name) for name in KEPT["traits"]},
         "attention": {name: getattr(spec.attention, name) for name in KEPT["attention"]},
+        "left_dense": spec.attention.beyond,
         "differences": {"logits": logits, "replaced": attention},
     }
     place = _place(source)

@@ -95,9 +95,13 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
     elif method.one_rank:
         free = [unit for unit in units if not unit.fixed]
         width = ranks[free[0].key]
-        less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
+        larger = [rank for rank in common_ranks(free) if rank > width]
         what = "number of experts" if free[0].module == EXPERT_COUNT else "width"
-        reason = f"all blocks have one {what}, and the next larger one removes {max(0, less) / counted:.1%}"
+        reason = f"all blocks have one {what}, and " + (
+            f"the next larger one removes {max(0, freed(free, min(larger))) / counted:.1%}"
+            if larger
+            else f"{width} is the largest that all can have"  # dense blocks differ in it
+        )
     elif method.allocation.may_exceed:
         reason = "removing more was measured to cost nothing"
     else:

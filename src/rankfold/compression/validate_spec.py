@@ -3,28 +3,28 @@
 Shape legend: B sequences, T tokens, D model width.
 
 Three proofs: the blocks, run one by one, give the logits that the model gives; every block computes the same with its
-attention replaced by a compressed one of full rank; and half of its hidden units compute what they compute among all.
-Traits that names do not show (how pairs rotate, whether a layer rotates at all, where the stream between attention and
-MLP is) are those with which the numbers agree. One block is in memory at a time.
+attention replaced by a compressed one of full rank, or attention stays dense; and half of the hidden units of MLP and
+experts compute what they compute among all. Traits that names do not show (how pairs rotate, whether a layer rotates at
+all, where the stream between attention and MLP is) are those with which the numbers agree. One block is in memory at a
+time.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple, NoReturn
+from functools import partial, reduce
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from .._utils.evaluating import evaluating
-from .._utils.present import present
-from ..architectures import Architecture, AttentionSpec, BlockView, Dense
+from .._utils.evaluating import cache_for, evaluating
+from ..architectures import Architecture, AttentionSpec, BlockView, Dense, ExpertsView, MLPView, left_dense
 from ..calibration.moments import wide
 from ..calibration.runner import StandIn, Stream, advance, outputs, start
 from ..errors import RankfoldError, UnsupportedModelError, first_line
 from ..methods import BlockResult
-from ..methods.result import put_attention, put_projection
+from ..methods.result import put_attention, put_experts, put_projection
 from ..models.dense_model import DenseModel
 from .kept_proofs import keep_proof, load_proof
 from .replace import replaced
@@ -38,11 +38,12 @@ SWITCHES = ("use_rope", "rope", "is_sliding", "sliding_window", "use_rotary")
 
 @dataclass(frozen=True)
 class Proof:
-    """Largest relative differences over all blocks; ``units`` is ``None`` where the MLP is not taken."""
+    """Largest relative differences over all blocks; ``None`` of attention that stays dense, and of units where no block
+    has an MLP or experts that are taken."""
 
     spec: Architecture
     logits: float
-    attention: float
+    attention: float | None
     units: float | None
 
 
@@ -61,12 +62,13 @@ def validated(source: DenseModel) -> DenseModel:
             keep_proof(source, spec, logits, attention)
         source.architecture = replace(spec, derived=False)
         log.info(
-            "model type %r has no spec; the one read off its blocks was checked on this model: logits differ by %.1e, "
-            "attention replaced at full rank by %.1e",
+            "model type %r has no spec; the one read off its blocks was checked on this model: logits differ by %.1e%s",
             spec.model_type,
             logits,
-            attention,
+            "" if attention is None else f", attention replaced at full rank by {attention:.1e}",
         )
+        if spec.attention.beyond:
+            log.warning("attention of model type %r stays dense: %s", spec.model_type, spec.attention.beyond)
     return source
 
 
@@ -91,22 +93,32 @@ def validate_spec(source: DenseModel) -> Proof:
 
 
 def _prove(source: DenseModel, ids: Tensor) -> Proof:
+    returns = _look(source.block(0), start(source, ids, autocast=None)).returns_tuple
+    source.architecture = replace(source.architecture, returns_tuple=returns)
     stream = start(source, ids, autocast=None)
-    source.architecture = replace(source.architecture, returns_tuple=_look(source.block(0), stream).returns_tuple)
-    stream = start(source, ids, autocast=None)
-    spec, attention, units, turns = source.architecture, 0.0, 0.0, {}
+    spec = _halves(source, stream)
+    differences, units, turns = [], [], {}
     for index in range(len(source)):
         view = source.block(index)
-        if index == 0:
-            spec = _halves(spec, _look(view, stream), source)
-        spec, error, turns[index] = _rotation(spec, view, stream, source)
-        attention = max(attention, error)
-        if spec.mlp:
-            units = max(units, _units(replace(view, architecture=spec), stream, source))
+        if not view.attention.spec.beyond and not spec.attention.beyond:
+            spec, error, turns[index] = _rotation(spec, view, stream, source, first=not turns)
+            differences.append(error)
+        view = replace(view, architecture=spec)
+        units += [_units(view, result, stream, source) for result in _half_of_units(view)]
         advance(view, stream)
-    spec = _rotates(spec, turns, source)
-    got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids)
-    proof = Proof(spec, _difference(got, expected), attention, units if spec.mlp else None)
+    if differences and not spec.attention.beyond:
+        spec = _rotates(spec, turns, source)
+    cache = cache_for(source.model) if spec.attention.beyond else {}
+    got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids, cache)
+    source.architecture = spec
+    for layers in cache.values():
+        _check_cache(source, layers)
+    proof = Proof(
+        spec,
+        _difference(got, expected),
+        None if spec.attention.beyond else max(differences),
+        max(units, default=None),
+    )
     if proof.logits > _close(source):
         _refuse(source, f"blocks run one by one give other logits than the model, by {proof.logits:.1e}")
     return proof
@@ -129,9 +141,9 @@ class _Look(NamedTuple):
 
 def _look(view: BlockView, stream: Stream) -> _Look:
     block, before = view.module, stream.hidden[0]
-    down = view.architecture.mlp.down if view.architecture.mlp else None
+    down = view.mlp.spec.down if view.mlp else None
     watched = {name: m for name, m in block.named_modules() if name and ("." not in name or name == down)}
-    watched[view.architecture.attention.path] = view.attention.module
+    watched[view.attention.spec.path] = view.attention.module
     inputs, outputs = {}, {}
 
     def note(name: str):
@@ -150,12 +162,14 @@ def _look(view: BlockView, stream: Stream) -> _Look:
     return _Look(before, output[0] if returns else output, inputs, outputs, returns)
 
 
-def _halves(spec: Architecture, look: _Look, source: DenseModel) -> Architecture:
+def _halves(source: DenseModel, stream: Stream) -> Architecture:
     """Find where the stream between attention and MLP is, and whether both add to it what they send."""
-    if spec.attention.path not in look.outputs:
-        _refuse(source, f"{spec.attention.path} of a block is never called")
-    close, sent, whole = _close(source), look.outputs[spec.attention.path], look.after - look.before
-    mlp = [look.outputs[spec.mlp.down]] if spec.mlp else []
+    spec, view = source.architecture, source.block(0)
+    look, path = _look(view, stream), view.attention.spec.path
+    if path not in look.outputs:
+        _refuse(source, f"{path} of a block is never called")
+    close, sent, whole = _close(source), look.outputs[path], look.after - look.before
+    mlp = _mlp_sends(view, look)
     for name, x in look.inputs.items():
         if "." in name or not isinstance(x, Tensor) or x.shape != whole.shape:
             continue
@@ -168,6 +182,15 @@ def _halves(spec: Architecture, look: _Look, source: DenseModel) -> Architecture
     if any(_difference(whole - sent, y) < close for y in [*mlp, *look.outputs.values()]):
         return replace(spec, middle=None, adds=True)  # both halves read the same stream
     _refuse(source, "no module of a block receives the stream between attention and MLP")
+
+
+def _mlp_sends(view: BlockView, look: _Look) -> list[Tensor]:
+    """Return what the MLP of a block sends, or its experts with what is beside them; nothing where none is taken."""
+    if view.experts is None:
+        return [look.outputs[view.mlp.spec.down]] if view.mlp else []
+    owner = view.experts.spec.owner
+    beside = [view.mlp.spec.down] if view.mlp and not view.mlp.spec.down.startswith(f"{owner}.") else []
+    return [reduce(torch.add, (look.outputs[name] for name in (owner, *beside)))]
 
 
 def _parallel(a: Tensor, b, close: float) -> bool:
@@ -186,17 +209,21 @@ def _forms(attention: AttentionSpec) -> list[dict]:
     ]
 
 
-def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: DenseModel):
-    """Find the spec with which attention at full rank computes this block, the difference, and whether it rotates."""
+def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: DenseModel, first: bool):
+    """Find the spec with which attention at full rank computes this block, the difference, and whether it rotates.
+
+    Where there is none, attention of this family stays as it is.
+    """
     given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
-    for form in _forms(given) if view.index == 0 else [{}]:
+    for form in _forms(given) if first else [{}]:
         for position in dict.fromkeys((given.position, "none")):
             tried = replace(spec, attention=replace(given, **form, position=position))
             error = _attention(replace(view, architecture=tried), expected, stream, source)
             best = min(best, error)
             if error < _close(source):
                 return replace(spec, attention=replace(given, **form)), error, position != "none"
-    _refuse(source, f"block {view.index} computes something else with its attention replaced, by {best:.1e}")
+    beyond = f"block {view.index} computes something else with its attention replaced, by {best:.1e}"
+    return replace(spec, attention=left_dense(given, beyond)), best, True
 
 
 def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseModel) -> float:
@@ -211,17 +238,44 @@ def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseM
         return float("inf")
 
 
-def _units(view: BlockView, stream: Stream, source: DenseModel) -> float:
-    """Compare half of the hidden units alone with all of them of which the others are not listened to."""
-    mlp, fewer, silent = present(view.mlp), BlockResult({}, {}, {}), BlockResult({}, {}, {})
-    keep = torch.randperm(mlp.hidden, generator=torch.Generator().manual_seed(SEED))[: mlp.hidden // 2].to(view.device)
-    down = mlp.down
+def _half_of_units(view: BlockView) -> list[tuple[BlockResult, BlockResult]]:
+    """Half of the hidden units alone, and all of them of which the others are not listened to: of MLP and experts."""
+    found = []
+    if view.mlp is not None:
+        found.append(_put_units(view.mlp, _some(view.mlp.hidden, view)))
+    if view.experts is not None:
+        found.append(_put_units_of_experts(view.experts, _some(view.experts.hidden, view)))
+    return found
+
+
+def _some(units: int, view: BlockView) -> Tensor:
+    return torch.randperm(units, generator=torch.Generator().manual_seed(SEED))[: units // 2].to(view.device)
+
+
+def _put_units(mlp: MLPView, keep: Tensor) -> tuple[BlockResult, BlockResult]:
+    fewer, silent, down = BlockResult({}, {}, {}), BlockResult({}, {}, {}), mlp.down
     for path, projection in mlp.rising().items():
         put_projection(fewer, path, projection.rows(mlp.rows_of(keep)))
     put_projection(fewer, mlp.spec.down, Dense(down.weight[:, keep], down.bias))
-    heard = torch.zeros_like(down.weight).index_copy(1, keep, down.weight[:, keep])
-    put_projection(silent, mlp.spec.down, Dense(heard, down.bias))
-    error = _difference(*(_sent(view, result, stream, source) for result in (fewer, silent)))
+    put_projection(silent, mlp.spec.down, _heard(down, keep))
+    return fewer, silent
+
+
+def _put_units_of_experts(experts: ExpertsView, keep: Tensor) -> tuple[BlockResult, BlockResult]:
+    fewer, silent, everything = BlockResult({}, {}, {}), BlockResult({}, {}, {}), torch.arange(experts.hidden)
+    downs = [experts.down(expert) for expert in range(experts.count)]
+    put_experts(fewer, experts, [(keep, Dense(down.weight[:, keep], down.bias)) for down in downs])
+    put_experts(silent, experts, [(everything.to(keep), _heard(down, keep)) for down in downs])
+    return fewer, silent
+
+
+def _heard(down: Dense, keep: Tensor) -> Dense:
+    return Dense(torch.zeros_like(down.weight).index_copy(1, keep, down.weight[:, keep]), down.bias)
+
+
+def _units(view: BlockView, halves: tuple[BlockResult, BlockResult], stream: Stream, source: DenseModel) -> float:
+    """Return the relative difference between the two, which is none where hidden units do not depend on each other."""
+    error = _difference(*(_sent(view, result, stream, source) for result in halves))
     if error > _close(source):
         _refuse(source, f"hidden units of block {view.index} depend on each other, by {error:.1e}")
     return error
@@ -238,7 +292,7 @@ def _sent(view: BlockView, result: BlockResult, stream: Stream, source: DenseMod
 def _rotates(spec: Architecture, turns: dict[int, bool], source: DenseModel) -> Architecture:
     """Return the spec with the attribute that says which layers rotate, where not all do or none."""
     if len(set(turns.values())) == 1:
-        position = spec.attention.position if turns[0] else "none"
+        position = spec.attention.position if all(turns.values()) else "none"
         return replace(spec, attention=replace(spec.attention, position=position))
     modules = {index: source.meta_block(index).attention.module for index in turns}
     for name in SWITCHES:
@@ -258,7 +312,18 @@ class _Read(StandIn):
         return self.read()(*args, **kwargs)
 
 
-def _as_the_model_runs(source: DenseModel, ids: Tensor) -> Tensor:
+def _check_cache(source: DenseModel, cache: Any) -> None:
+    """Refuse attention that stays dense and caches other than keys and values of all heads, which plans would state."""
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "keys"):
+            continue  # a state of one size
+        stated = source.meta_block(index).attention.cached
+        found = sum(kept[0, :, 0].numel() for kept in (layer.keys, layer.values))
+        if found != stated:
+            _refuse(source, f"block {index} caches {found} numbers per token, not {stated}")
+
+
+def _as_the_model_runs(source: DenseModel, ids: Tensor, cache: dict[str, Any]) -> Tensor:
     """Return the logits of the model's own forward."""
     blocks, (path, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
     owner = source.model.get_submodule(path)
@@ -274,7 +339,7 @@ def _as_the_model_runs(source: DenseModel, ids: Tensor) -> Tensor:
     setattr(owner, name, stand)
     try:
         with evaluating(source.model):
-            return source.model(input_ids=ids.to(source.device), use_cache=False).logits
+            return source.model(input_ids=ids.to(source.device), use_cache=bool(cache), **cache).logits
     finally:
         setattr(owner, name, blocks)
 

@@ -1,4 +1,4 @@
-"""Putting projections into a :class:`~rankfold.methods.BlockResult`, whatever they have become."""
+"""Putting projections, attention and experts into a :class:`~rankfold.methods.BlockResult`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..architectures import AttentionView, Dense
+from ..architectures import AttentionView, Dense, ExpertsView
 from .base import BlockResult
 
 
@@ -86,3 +86,15 @@ def put_attention(
         result.state[f"{path}.sinks"] = attention.sinks
     if pairs is not None:
         result.state[f"{path}.rotary_pairs"] = pairs.to(torch.int32)
+
+
+def put_experts(result: BlockResult, experts: ExpertsView, kept: list[tuple[Tensor, Dense]]) -> None:
+    """Replace the experts by narrower ones.
+
+    Args:
+        kept: of each expert the hidden units that stay, ``(R,)``, and its down projection on them, ``(D, R)``.
+    """
+    parts = [(experts.rising(n).rows(experts.rows_of(keep)), down) for n, (keep, down) in enumerate(kept)]
+    path = experts.spec.path
+    result.modules[path] = experts.describe(parts[0][1].weight.shape[1])
+    result.state.update({f"{path}.{name}": tensor for name, tensor in experts.stacked(parts).items()})

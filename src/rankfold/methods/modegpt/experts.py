@@ -3,7 +3,6 @@
 Shape legend: E experts, D model width, F hidden width of an expert, R kept width, m tokens of an expert.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
 from ...linalg.psd import energy
 from ..base import BlockResult, PrunableModule
+from ..result import put_experts
 from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
 
@@ -45,7 +45,7 @@ def reduce_experts(
         return
     routed = RoutedTokens.of(experts, moments)
     reduced = list(each(lambda expert: _reduce(method, routed, expert, rank), range(experts.count)))
-    _put(view, [(expert.keep, expert.down) for expert in reduced], result)
+    put_experts(result, experts, [(expert.keep, expert.down) for expert in reduced])
     result.errors["experts"] = lambda others: _error_on(RoutedTokens.of(experts, others), reduced, each)
     errors = [(one.error * one.seen.share, one.total * one.seen.share) for one in reduced]
     report |= {
@@ -101,13 +101,4 @@ def truncate_experts(view: BlockView, rank: int, result: BlockResult) -> None:
     """Experts of their first ``rank`` hidden units."""
     experts, keep = view.experts, torch.arange(rank, device=view.device)
     downs = (experts.down(expert) for expert in range(experts.count))
-    _put(view, ((keep, Dense(down.weight[:, :rank], down.bias)) for down in downs), result)
-
-
-def _put(view: BlockView, kept: Iterable[tuple[Tensor, Dense]], result: BlockResult) -> None:
-    """Replace the experts by narrower ones: of each the units that stay and its down projection on them."""
-    experts = view.experts
-    parts = [(experts.rising(n).rows(experts.rows_of(keep)), down) for n, (keep, down) in enumerate(kept)]
-    path = experts.spec.path
-    result.modules[path] = experts.describe(parts[0][1].weight.shape[1])
-    result.state.update({f"{path}.{name}": tensor for name, tensor in experts.stacked(parts).items()})
+    put_experts(result, experts, [(keep, Dense(down.weight[:, :rank], down.bias)) for down in downs])
