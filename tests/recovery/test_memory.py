@@ -1,14 +1,19 @@
-"""The memory that a training states is the memory that it takes."""
+"""The memory and the room on the disk that a training states is what it takes."""
 
 import gc
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 
 import rankfold
 from allocations import peak_bytes
 from families import some_ids
 from rankfold.data.calibration_data import CalibrationData
+from rankfold.errors import CheckpointError
+from rankfold.recovery import training, whole
 from rankfold.recovery.recover import recover
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128}
@@ -23,24 +28,74 @@ CASES = {
 }
 
 
+def compressed(place, shape):
+    """Write a compressed model to ``small``, and return the dense one."""
+    config = transformers.LlamaConfig(**(SHAPE | shape), num_attention_heads=8, num_key_value_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(place / "dense")
+    source = rankfold.open_model(place / "dense", device="cpu")
+    text = CalibrationData(some_ids(16, 32), "some", "some", 0, held_out=some_ids(2, 32, seed=1))
+    rankfold.compress(source, method=rankfold.MoDeGPT(sparsity=0.3), calibration=text, output=place / "small")
+    return source
+
+
+def recovered(place, source, batch_tokens: int, **options):
+    common = {"max_length": 64, "batch_tokens": batch_tokens, "tokens": 3 * batch_tokens, "device": "cpu"}
+    ids = some_ids(80, 64, seed=2)
+    return recover(place / "small", source, calibration=ids, output=place / "out", **common | options)
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_of_memory_is_what_is_taken(case, bf16, tmp_path, monkeypatch):
     monkeypatch.setattr("rankfold.models.devices.multiplies_bf16_fast", lambda: bf16)
     shape, options = CASES[case]
-    config = transformers.LlamaConfig(**(SHAPE | shape), num_attention_heads=8, num_key_value_heads=4)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
-    source = rankfold.open_model(tmp_path / "dense", device="cpu")
-    text = CalibrationData(some_ids(16, 32), "some", "some", 0, held_out=some_ids(2, 32, seed=1))
-    rankfold.compress(source, method=rankfold.MoDeGPT(sparsity=0.3), calibration=text, output=tmp_path / "small")
+    source = compressed(tmp_path, shape)
     found = []
 
     def run():
-        ids = some_ids(80, 64, seed=2)
-        common = {"max_length": 64, "tokens": 3 * options["batch_tokens"], "device": "cpu"}
-        found.append(recover(tmp_path / "small", source, calibration=ids, output=tmp_path / "out", **common | options))
+        found.append(recovered(tmp_path, source, **options))
 
     gc.collect()  # what an earlier run left would count as given back
     peak = peak_bytes(run)
     estimate = found[0].record["recovery"]["estimated"]["peak_memory_bytes"]
     assert 0.9 * peak <= estimate <= 1.3 * peak
+
+
+@pytest.mark.parametrize("tune", ["all", "norms", "lora"])
+def test_the_room_on_the_disk_is_what_is_taken_at_most(tune, tmp_path, monkeypatch):
+    source, found, keep = compressed(tmp_path, {"intermediate_size": 4096}), [], training.KeepWhole.on_save
+
+    def measured(self, args, *others, **more):
+        files = [path for path in Path(args.output_dir).rglob("*") if path.is_file()]
+        found.append(sum(path.stat().st_size for path in files))
+        keep(self, args, *others, **more)
+
+    monkeypatch.setattr(training.KeepWhole, "on_save", measured)
+    stated = []
+    estimate = whole.training_disk
+    monkeypatch.setattr(whole, "training_disk", lambda *models: stated.append(estimate(*models)) or stated[0])
+    recovered(tmp_path, source, batch_tokens=64, tune=tune, lr=1e-3)
+    assert 0.95 * max(found) <= stated[0] + 100_000 and stated[0] <= 1.3 * max(found)
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tmp_path, monkeypatch):
+    source = compressed(tmp_path, {})
+    monkeypatch.setattr(whole.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    monkeypatch.setattr(training.Distiller, "train", None)
+    with pytest.raises(
+        CheckpointError, match=r"takes 0\.\d GiB in .*, and 0\.0 GiB are free; free space, choose another"
+    ):
+        recovered(tmp_path, source, batch_tokens=64)
+
+
+def test_a_disk_that_fills_while_it_trains_is_one_line(tmp_path, monkeypatch):
+    source = compressed(tmp_path, {})
+
+    def full(*args, **kwargs):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1632019072 vs 1632018960")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match="cannot write .*; free space or choose another folder"):
+            recovered(tmp_path, source, batch_tokens=64)
+    assert recovered(tmp_path, source, batch_tokens=64).output == tmp_path / "out"  # there is room again

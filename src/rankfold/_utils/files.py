@@ -90,8 +90,9 @@ def writing(path: Path) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and tokenizers report a full disk their own way; the latter as a bare Exception
-        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+        # safetensors, torch.save and tokenizers report a full disk their own way; the last as a bare Exception
+        of_torch = isinstance(error, RuntimeError) and "inline_container.cc" in str(error)
+        if not (isinstance(error, OSError | SafetensorError) or of_torch or type(error) is Exception):
             raise
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {path}: {reason}; free space or choose another folder") from error

@@ -61,7 +61,7 @@ def command(
     ] = None,
     rank: Annotated[int, o.of_training(help="Rank of adapters.")] = 16,
     lr: Annotated[
-        float | None, o.of_training(help="Largest learning rate. Default: 2e-4; adapters 5e-4, norms 1e-3.")
+        float | None, o.of_training(help="Largest learning rate. Default: 0.001 of the weights' root mean square.")
     ] = None,
     batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 2048,
     max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512,

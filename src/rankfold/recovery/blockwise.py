@@ -39,12 +39,12 @@ from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses
 from .options import Options
 from .training import AT_ONCE, warm_up
-from .tuning import Tune, mask_of_zeros, own_weights, round_weights
+from .tuning import Tune, learning_rate, mask_of_zeros, own_weights, round_weights
 
 log = logging.getLogger(__name__)
 
 EPOCHS = 4  # over the sequences, where the texts hold enough of them
-LEARNING_RATES: dict[Tune, float] = {"all": 3e-4, "norms": 1e-3}
+RELATIVE_RATES: dict[Tune, float] = {"all": 1.5e-3, "norms": 3.5e-3}  # see .tuning
 # In fp32, added up for each weight of a block:
 WEIGHT_BYTES = 4  # itself
 TRAINED_BYTES = 4  # as it was, of one that is trained
@@ -320,7 +320,8 @@ class Blockwise:
         steps = self.epochs * -(-len(targets) // self.batches)
         for weight in half.weights:
             weight.requires_grad_(True)
-        optimiser = torch.optim.AdamW(half.weights, self.options.lr, weight_decay=0.0)
+        lr = self.options.lr or learning_rate(RELATIVE_RATES[self.options.tune], half.weights)
+        optimiser = torch.optim.AdamW(half.weights, lr, weight_decay=0.0)
         schedule = get_cosine_schedule_with_warmup(optimiser, warm_up(steps), steps)
         generator = torch.Generator().manual_seed(self.options.seed + view.index)
         first = best = self._errors(half, view, held_out, unseen)

@@ -1,4 +1,4 @@
-"""What training a model as a whole takes in memory, in bytes of tensors.
+"""What training a model as a whole takes in memory and on the disk, in bytes of tensors.
 
 Shape legend: B sequences of a forward, T tokens, V vocabulary.
 """
@@ -63,6 +63,17 @@ def training_memory(
     end = inside + gradients
     weights = sum(_storages([x for m in (network, *others) for x in (*m.parameters(), *m.buffers())]).values())
     return weights + OPTIMISER * trained + always + max(begin, end)
+
+
+def training_disk(network: nn.Module, student: PreTrainedModel) -> int:
+    """Estimate the most that an unfinished run takes on the disk: two checkpoints, and the best state.
+
+    Args:
+        network: what is trained: ``student``, or adapters around it, of which a checkpoint holds no more.
+    """
+    trained, item = trained_weights(network), torch.float32.itemsize
+    weights = sum(p.numel() for p in student.parameters()) if network is student else trained
+    return 2 * (item * weights + OPTIMISER * trained) + item * trained
 
 
 @torch.enable_grad()

@@ -23,7 +23,7 @@ class Options:
     loss: Loss
     tokens: int
     rank: int
-    lr: float
+    lr: float | None  # None: by the size of the weights
     batch_tokens: int
     length: int
     tolerance: float
@@ -87,8 +87,8 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
     for name in ("tokens", "rank", "batch_tokens", "length"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
-    minutes = settings.minutes
-    if not (options.lr > 0 and options.tolerance >= 0 and (minutes is None or minutes > 0)):  # a NaN neither
+    positive = (options.lr, settings.minutes)
+    if not (all(n is None or n > 0 for n in positive) and options.tolerance >= 0):  # a NaN neither
         raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
     if not 0 <= options.seed < 2**32:
         raise OptionError(f"seed must be at least 0 and fit into 32 bits, got {str(options.seed)[:24]}")

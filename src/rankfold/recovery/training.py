@@ -4,6 +4,7 @@ Shape legend: N sequences, T tokens.
 """
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from .._utils.files import writing
 from .._utils.processes import gather, is_first, on_first, process_count, together
 from .._utils.progress import track
 from ..errors import OptionError, option
@@ -69,6 +71,10 @@ class Distiller(Trainer):
             return inputs.get("dense")
         return hidden_states(self.teacher.model, self.teacher.decoder, inputs["input_ids"])
 
+    def _save_checkpoint(self, model, trial) -> None:
+        with writing(Path(str(self.args.output_dir))):
+            super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Leave the folder of the run to the first process; training draws no numbers."""
         if is_first():
@@ -106,11 +112,23 @@ class Progress(TrainerCallback):
         next(self.steps, None)
 
 
-class MarkWhole(TrainerCallback):
-    """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one."""
+class KeepWhole(TrainerCallback):
+    """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one.
+
+    Those before it go then, so there are two for a moment, and one otherwise.
+    """
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        on_first((Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / DONE).touch)
+        folder = Path(str(args.output_dir))
+
+        def keep() -> None:
+            last = folder / f"checkpoint-{state.global_step}"
+            (last / DONE).touch()
+            for other in folder.glob("checkpoint-*"):
+                if other != last:
+                    shutil.rmtree(other)
+
+        on_first(keep)
 
 
 def recomputes(args: TrainingArguments) -> bool:
@@ -215,7 +233,6 @@ def arguments(
         use_cpu=device.type == "cpu",
         save_strategy="steps" if keep else "no",
         save_steps=every,
-        save_total_limit=2,
         logging_steps=every,
         remove_unused_columns=False,
         disable_tqdm=True,

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +25,17 @@ from ..checkpoint.shards import write_processors
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
 from ..data.probes import Probes
+from ..errors import CheckpointError, option
 from ..models.dense_model import DenseModel
 from .cached import CachedStates
 from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
 from .loss import Head
-from .memory import trained_weights, training_memory
+from .memory import trained_weights, training_disk, training_memory
 from .options import Options, Settings
 from .training import (
     Distiller,
+    KeepWhole,
     KeepZeros,
-    MarkWhole,
     Progress,
     arguments,
     last_checkpoint,
@@ -143,7 +145,7 @@ class WholeModel:
         self.network = network = prepared(student, options.tune, options.rank, options.seed)
         batch = self.batch
         judge = Judge(network, student, self.held_out, before, work, options.tolerance)
-        callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
+        callbacks = [judge, Progress(judge.note), KeepWhole(), *([KeepZeros(network, masks)] if masks else [])]
         steps = max(1, round(options.tokens / (batch * ids.shape[1])))
         make = functools.partial(
             Distiller,
@@ -182,7 +184,11 @@ class WholeModel:
         }
 
     def _announced(self, args: TrainingArguments) -> tuple[int, int]:
-        """Say what is trained, for how long and in how much memory; return how many weights, and the bytes."""
+        """Say what is trained, for how long and in how much memory; return how many weights, and the bytes.
+
+        Raises:
+            CheckpointError: the disk has no room for what lets a killed run go on.
+        """
         trained = trained_weights(self.network)
         memory = training_memory(
             self.network,
@@ -192,14 +198,27 @@ class WholeModel:
             self.options.loss,
             args,
         )
+        disk = training_disk(self.network, self.student) if self.keep else 0
+        if from_first(lambda: last_checkpoint(self.work)) is None and from_first(self._free) < disk:
+            raise CheckpointError(
+                f"a run that can go on after it is killed takes {disk / 2**30:.1f} GiB in {self.work}, and "
+                f"{from_first(self._free) / 2**30:.1f} GiB are free; free space, choose another folder, or give "
+                f"{option('tune', 'lora')}"
+            )
         log.info(
-            "training %s weights, %d steps of %s tokens; memory about %.2f GiB in addition to the program",
+            "training %s weights, %d steps of %s tokens, learning rate %g; memory about %.2f GiB in addition to the "
+            "program, %.2f GiB on the disk until it is done",
             f"{trained:,}",
             args.max_steps,
             f"{self.batch * self.ids.shape[1]:,}",
+            args.learning_rate,
             memory / 2**30,
+            disk / 2**30,
         )
         return trained, memory
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.work).free
 
     def probe_losses(self) -> ProbeLosses | None:
         """Return the losses on the probe texts once it is trained; ``None`` where there are none."""

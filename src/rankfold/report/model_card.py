@@ -180,7 +180,7 @@ def _recover_command(training: Record, folder: str) -> str:
         "seed": "seed",
     }
     words = ["rankfold", "recover", f"{folder}-again", "-o", f"{folder}-recovered"]
-    given = [(flag, str(training[key])) for flag, key in options.items()]
+    given = [(flag, str(training[key])) for flag, key in options.items() if training.get(key) is not None]
     given += [("calibration", f"{text}={facts['num_samples']}") for text, facts in training["texts"].items()]
     if training.get("blockwise"):
         given = [("blockwise", "") if flag == "loss" else (flag, value) for flag, value in given]

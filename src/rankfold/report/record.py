@@ -39,7 +39,7 @@ RECOVERY = {
     "unchanged_because": Maybe(str),
     "tune": str,
     "loss": OneOf("kl", "next-token", "both", "states"),
-    "lr": NUMBER,
+    "lr": Maybe(NUMBER),
     "length": int,
     "seed": int,
     "teacher_name": str,
