@@ -1,6 +1,7 @@
 """Specs read off blocks: against those that were written by hand, and on models that no spec is right for."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from rankfold.architectures.derive import derive
 from rankfold.cli.models import code
 from rankfold.compression import validate_spec as module
 from rankfold.compression.validate_spec import validate_spec, validated
-from rankfold.errors import UnsupportedModelError
+from rankfold.errors import OptionError, UnsupportedModelError
 
 KNOWN = {a.model_type: a for a in known_architectures()}
 # Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside layers.
@@ -69,7 +70,8 @@ def assert_same_experts(found, known) -> None:
     """But for what blocks do not show: fields of the config for widths, and the function between two layers."""
     assert (found is None) == (known is None)
     if known is not None:
-        assert dataclasses.replace(found, shared=None) == dataclasses.replace(known, shared=None, width=None)
+        width = known.width if found.shared is None else None
+        assert dataclasses.replace(found, shared=None) == dataclasses.replace(known, shared=None, width=width)
         assert (found.shared is None) == (known.shared is None)
         if known.shared is not None:
             assert found.shared == dataclasses.replace(known.shared, width=None, activation=None)
@@ -119,8 +121,13 @@ DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
 OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe", "jamba"]
 
 
-@pytest.mark.parametrize("name", [*DENSE_PARTS, *OTHER_PARTS])
-@pytest.mark.parametrize("method", ["rankfold", "latentllm"])
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        *itertools.product([*DENSE_PARTS, *OTHER_PARTS], ["rankfold", "latentllm"]),
+        *((name, "reap") for name in OTHER_PARTS),
+    ],
+)
 def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, method, tmp_path):
     model = unknown(name)
     assert model.config.model_type not in KNOWN
@@ -129,7 +136,7 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert source.architecture.derived
     folder = rankfold.compress(
         source,
-        method=rankfold.make_method(method, sparsity=0.2, rank_multiple=2),
+        method=rankfold.make_method(method, sparsity=0.2, **({} if method == "reap" else {"rank_multiple": 2})),
         calibration=tokens(),
         output=tmp_path / "small",
     ).output
@@ -140,6 +147,19 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert torch.equal(less, again)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     assert 0 < (less - dense).norm() < dense.norm()
+
+
+def test_no_stock_model_of_such_a_family_is_narrower(tmp_path):
+    """What its config can say is not known, and no weights tell how a class stores what they are padded to."""
+    unknown("minimax_m2").save_pretrained(tmp_path / "dense")
+    common = {"calibration": tokens(), "sparsity": 0.1, "rank_multiple": 2}
+    with pytest.raises(OptionError, match=r"'minimax_m2' is not one of the families .*take target='transformers'"):
+        rankfold.compress(tmp_path / "dense", target="stock", allocation="uniform", **common)
+    rankfold.compress(tmp_path / "dense", output=tmp_path / "small", **common)
+    for form in ("stock", "gguf", "deci"):
+        with pytest.raises(UnsupportedModelError, match="minimax_m2"):
+            rankfold.export(tmp_path / "small", tmp_path / form, format=form)
+        assert not (tmp_path / form).exists()
 
 
 def test_a_proof_is_kept_for_models_on_the_disk(tmp_path, monkeypatch):

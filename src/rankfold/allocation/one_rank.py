@@ -9,8 +9,8 @@ def one_rank(units: list[PrunableModule], remove: int) -> int:
 
 
 def common_ranks(units: list[PrunableModule]) -> set[int]:
-    """Return the ranks that all units may take."""
-    return set.intersection(*(set(unit.ranks) for unit in units))
+    """Return the ranks that all units may take; of none at all, nothing can go."""
+    return set.intersection(*(set(unit.ranks) for unit in units)) if units else {0}
 
 
 def freed(units: list[PrunableModule], rank: int) -> int:

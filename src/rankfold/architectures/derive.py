@@ -24,7 +24,7 @@ OUTPUTS = ("o", "out", "wo", "output", "dense", "c")
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor")
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 OUTPUT_DROPOUTS = ("residual_dropout", "resid_dropout", "hidden_dropout")
-WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 GROUPS = ("n_group", "topk_group")
 Layers = dict[str, nn.Module]
@@ -138,16 +138,21 @@ def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec |
         return None
     # Neither the router nor a gate on the MLP beside the experts is a part of that MLP.
     beside = {n: m for n, m in _outside(block, places).items() if shape(m)[0] not in (1, experts)}
-    shared = _mlp(beside, config)
+    shared = _mlp(beside, config)  # whose width may come from the same field
     return ExpertsSpec(
         path=path,
         transposed=module.is_transposed,
         interleaved=not module.is_concatenated,
         shared=replace(shared, width=None) if shared else None,
-        width=None,  # nothing here shows that the class asks the config
+        width=None if shared else _field(module.down_proj.shape[1 if module.is_transposed else 2], config),
         count=count,
         groups=GROUPS if all(getattr(config, name, None) for name in GROUPS) else None,
     )
+
+
+def _field(width: int, config) -> str | None:
+    """Field of the config with so many hidden units."""
+    return next((name for name in WIDTHS if getattr(config, name, None) == width), None)
 
 
 def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> AttentionSpec:
@@ -231,7 +236,7 @@ def _mlp(layers: Layers, config) -> MLPSpec | None:
     both = [name for name, layer in layers.items() if shape(layer) == (2 * hidden, width)]
     if len(layers) != 1 + len(rising) + len(both):
         return None
-    field = next((name for name in WIDTHS if getattr(config, name, None) == hidden), None)
+    field = _field(hidden, config)
     if len(both) == 1 and not rising:
         return MLPSpec(down=down[0], up=both[0], fused_gate=True, width=field)
     if both or len(rising) not in (1, 2):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]  # of a run
 
+_FOR_STOCK = "divergence_for_stock"  # what the plan expects with these ranks
 MOST = 0.995  # of the saving: what a line is not worth
 TARGETS = {"stock": "stock", "gguf": "stock", "deci": "llama.cpp", "gguf-deci": "llama.cpp"}  # of each format
 HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
@@ -101,9 +102,15 @@ def show_kept(kept: float, parameters: int, format: str, folder: Path, out: "Con
         return
     line = f"export --format {format} pads it to {parameters:,} parameters: {kept:.0%} of the saving is left"
     record = read_record(folder) if (folder / "rankfold.json").exists() else None
-    if record and (options := options_for_target(record, TARGETS[format])):
+    if record and _can_reach(record, TARGETS[format]) and (options := options_for_target(record, TARGETS[format])):
         line += f"; compress with {options} to keep all of it{_cost(record, TARGETS[format])}"
     out.print(line, soft_wrap=True)
+
+
+def _can_reach(record: Record, target: str) -> bool:
+    """Tell whether ranks of a target reach the sparsity, as far as the plan has tried: a config says some widths only."""
+    plan = record["plan"]
+    return not (target == "stock" and plan["method"]["allocation"] == "measured") or _FOR_STOCK in plan["facts"]
 
 
 def options_for_target(record: Record, target: str) -> str | None:
@@ -129,9 +136,9 @@ def options_for_target(record: Record, target: str) -> str | None:
 def _cost(record: Record, target: str) -> str:
     """Name the expected divergence of both models, where ranks were chosen by it."""
     facts = record["plan"]["facts"]
-    if target != "stock" or not {"divergence_for_stock", "divergence"} <= facts.keys():
+    if target != "stock" or not {_FOR_STOCK, "divergence"} <= facts.keys():
         return ""
     return (
-        f", at an expected divergence from the dense model of {facts['divergence_for_stock']:.3g} nats a token in "
+        f", at an expected divergence from the dense model of {facts[_FOR_STOCK]:.3g} nats a token in "
         f"place of {sum(facts['divergence'].values()):.3g}"
     )

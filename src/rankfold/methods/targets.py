@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .._utils.present import present
-from ..architectures import BlockView
+from ..architectures import BlockView, family_of
 from ..errors import OptionError, method_option
 
 HEADS = ("qk", "vo", "heads")  # modules whose ranks are widths, or the number, of heads
@@ -56,6 +56,13 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
                 f"or take {method_option('target', 'transformers')}"
             )
         units = [unit for unit in units if unit.module not in HEADS]
+    if target.common:
+        if family_of(view.config) is None:
+            raise OptionError(
+                f"model type {view.config.model_type!r} is not one of the families whose configs are known, so no "
+                f"stock model of its class is narrower; take {method_option('target', 'transformers')}"
+            )
+        units = [unit for unit in units if _has_field(unit, view)]
     return [unit if unit in narrow else _fitted(unit, view, target) for unit in units]
 
 
@@ -87,3 +94,10 @@ def _fitted(unit, view: BlockView, target: Target):
 
     kept = [n for n, rank in enumerate(unit.ranks) if allowed(rank)]
     return replace(unit, ranks=tuple(unit.ranks[n] for n in kept), sizes=tuple(unit.sizes[n] for n in kept))
+
+
+def _has_field(unit, view: BlockView) -> bool:
+    """Tell whether a field of the config says how wide a module of hidden units is; for others it is a matter of heads
+    and counts."""
+    part = {"mlp": view.mlp, "experts": view.experts}.get(unit.module)
+    return part is None or part.spec.width is not None

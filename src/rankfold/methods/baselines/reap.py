@@ -68,8 +68,9 @@ class REAP(Method):
         self.supported_modules(view.architecture, view)
         if view.experts is None:
             return []
-        rows = [tensor for tensor in _of_experts(view).values() if tensor.dim() >= 2]
-        each = sum(tensor[0].numel() for tensor in rows)
+        each = (
+            sum(tensor.numel() for tensor, _ in _of_experts(view).values() if tensor.dim() >= 2) // view.experts.count
+        )
         ranks = view.experts.counts
         return [PrunableModule(view.index, EXPERT_COUNT, ranks, tuple(rank * each for rank in ranks))]
 
@@ -77,8 +78,8 @@ class REAP(Method):
         if view.experts is None or EXPERT_COUNT not in ranks:
             return 0, 0
         parameters = {name for name, _ in view.experts_owner.named_parameters()}
-        each = sum(tensor[0].numel() for name, tensor in _of_experts(view).items() if name in parameters)
-        return (ranks[EXPERT_COUNT] - view.experts.count) * each, 0
+        whole = sum(tensor.numel() for name, (tensor, _) in _of_experts(view).items() if name in parameters)
+        return (ranks[EXPERT_COUNT] - view.experts.count) * (whole // view.experts.count), 0
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         return view.attention.cached
@@ -157,17 +158,22 @@ def lost(found: Saliency, keep: Tensor) -> float:
     return max(0.0, 1 - found.energies[keep].sum().item() / total) ** 0.5 if total > 0 else 0.0
 
 
-def _of_experts(view: BlockView) -> dict[str, Tensor]:
-    """Return the tensors beside and in the experts that have a row for each: ``(E, ...)`` by name."""
+def _of_experts(view: BlockView) -> dict[str, tuple[Tensor, int]]:
+    """Return the tensors beside and in the experts that have a place for each, and along which dimension, by name."""
     owner = view.experts_owner
     with torch.device("meta"):
         fewer = from_config(view.experts.describe_fewer(view.experts.count - 1), owner, view.config).state_dict()
-    return {name: tensor for name, tensor in owner.state_dict().items() if tensor.shape != fewer[name].shape}
+    return {
+        name: (tensor, next(dim for dim, size in enumerate(tensor.shape) if size != fewer[name].shape[dim]))
+        for name, tensor in owner.state_dict().items()
+        if tensor.shape != fewer[name].shape
+    }
 
 
 def _put(view: BlockView, keep: Tensor, result: BlockResult) -> None:
     """Replace what holds the experts and their router by the same with fewer."""
-    path, rows = view.experts.spec.owner, _of_experts(view)
+    path, places = view.experts.spec.owner, _of_experts(view)
     result.modules[path] = view.experts.describe_fewer(len(keep))
     for name, tensor in view.experts_owner.state_dict().items():
-        result.state[f"{path}.{name}"] = tensor[keep.to(tensor.device)] if name in rows else tensor
+        kept = tensor.index_select(places[name][1], keep.to(tensor.device)) if name in places else tensor
+        result.state[f"{path}.{name}"] = kept
