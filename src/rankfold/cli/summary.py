@@ -108,7 +108,7 @@ def show_kept(kept: float, parameters: int, format: str, folder: Path, out: "Con
 
 
 def _can_reach(record: Record, target: str) -> bool:
-    """Tell whether ranks of a target reach the sparsity, as far as the plan has tried: a config says some widths only."""
+    """Tell whether ranks of a target reach the sparsity, as far as a plan has tried: configs say some widths only."""
     plan = record["plan"]
     return not (target == "stock" and plan["method"]["allocation"] == "measured") or _FOR_STOCK in plan["facts"]
 
