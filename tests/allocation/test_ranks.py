@@ -309,6 +309,21 @@ def test_one_rank_that_not_all_units_may_take_does_not_count():
         allocate(units, OneRank(sparsity=0.8), dense(units))
 
 
+@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.61])
+def test_modules_of_several_widths_keep_the_same_share(sparsity):
+    """Dense blocks and experts have fields of their own in a config; those of one width have one rank."""
+    wide = [PrunableModule(b, "mlp", (0, 32, 64, 80, 96), (0, 320, 640, 800, 960)) for b in range(2)]
+    narrow = [PrunableModule(b, "experts", tuple(range(0, 25, 8)), tuple(range(0, 250, 80))) for b in range(2, 5)]
+    units = [*wide, *narrow]
+    ranks, _ = allocate(units, OneRank(sparsity=sparsity), dense(units))
+    ((of_wide,), (of_narrow,)) = ({ranks[u.key] for u in group} for group in (wide, narrow))
+    pairs = [(w, max(n for n in narrow[0].ranks if n / 24 <= w / 96)) for w in wide[0].ranks]
+    pairs += [(max(w for w in wide[0].ranks if w / 96 <= n / 24), n) for n in narrow[0].ranks]
+    amounts = {pair: removed(units, {u.key: pair[u.module == "experts"] for u in units}) for pair in pairs}
+    assert removed(units, ranks) == min(a for a in amounts.values() if a >= sparsity * dense(units))
+    assert amounts[of_wide, of_narrow] == removed(units, ranks)
+
+
 @pytest.mark.parametrize("cost", [-300, 700])
 def test_fixed_ranks_are_taken_and_the_others_lose_the_rest(cost):
     inner = model()

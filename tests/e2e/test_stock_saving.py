@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import rankfold
-from families import opened, tokens
+from families import GQA, opened, some_ids, tokens
 from rankfold.cli.summary import options_for_target
 from rankfold.compression.budget import rank_options
 from rankfold.compression.importance import DenseMeasures
@@ -38,6 +40,22 @@ def place(tmp_path_factory):
 def test_the_count_without_weights_is_that_of_the_export(family, method, tmp_path):
     small = rankfold.compress(opened(family), method=method, calibration=tokens(), output=tmp_path / "small").output
     assert stock_parameters(small) == rankfold.export(small, tmp_path / "stock").exported
+
+
+def test_dense_blocks_and_experts_keep_widths_of_their_own_in_a_stock_model(tmp_path):
+    """A config has a field for each: what experts can have is a quarter of a dense block."""
+    widths = {"intermediate_size": 96, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    config = Qwen2MoeConfig(**{**GQA, **widths}, num_experts=6, num_experts_per_tok=2, mlp_only_layers=[1])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    options = {"sparsity": 0.25, "target": "stock", "allocation": "uniform", "rank_multiple": 4}
+    small = rankfold.compress(tmp_path / "dense", calibration=tokens(), output=tmp_path / "small", **options).model
+    rankfold.export(tmp_path / "small", tmp_path / "stock", format="stock")
+    stock, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), some_ids()
+    assert torch.equal(stock(ids).logits, small(ids).logits)
+    assert sum(p.numel() for p in stock.parameters()) == sum(p.numel() for p in small.parameters())
+    left = {name: getattr(stock.config, name) / width for name, width in widths.items()}
+    assert all(0.6 < share < 0.8 for share in left.values()), left
 
 
 def test_what_no_stock_model_expresses_has_no_count(tmp_path):

@@ -1,21 +1,45 @@
-"""One rank for all units, such as the width of a stream that runs through all blocks."""
+"""One rank for all modules that are equally wide: the stream that runs through all blocks, or what a config says once.
 
-from .prunable import PrunableModule
+Modules of several widths, such as those of dense blocks and of experts, keep about the same share of it.
+"""
 
+from bisect import bisect_right
 
-def one_rank(units: list[PrunableModule], remove: int) -> int:
-    """Return the largest rank that all units may take and that removes enough; there must be one."""
-    return max(rank for rank in common_ranks(units) if freed(units, rank) >= remove)
+from .prunable import PrunableModule, Ranks
 
-
-def common_ranks(units: list[PrunableModule]) -> set[int]:
-    """Return the ranks that all units may take; of none at all, nothing can go."""
-    return set.intersection(*(set(unit.ranks) for unit in units)) if units else {0}
+Level = dict[int, int]  # full rank -> rank
 
 
-def freed(units: list[PrunableModule], rank: int) -> int:
-    """Count what is removed when all units take a rank."""
-    return sum(u.dense - u.size(rank) for u in units)
+def levels(units: list[PrunableModule]) -> list[Level]:
+    """Return the ranks that all units may take together, ascending.
+
+    There are none where units of one full rank have no rank in common.
+    """
+    common: dict[int, set[int]] = {}
+    for unit in units:
+        full = unit.ranks[-1]
+        common[full] = common.get(full, set(unit.ranks)) & set(unit.ranks)
+    ascending = {full: sorted(ranks) for full, ranks in common.items()}
+    shares = sorted({rank / full for full, ranks in ascending.items() for rank in ranks})
+    return [
+        {full: ranks[max(0, bisect_right(ranks, share * full * (1 + 1e-12)) - 1)] for full, ranks in ascending.items()}
+        for share in shares
+    ]
+
+
+def one_rank(units: list[PrunableModule], remove: int) -> Level:
+    """Return the largest of these that removes enough; there must be one."""
+    return next(level for level in reversed(levels(units)) if freed(units, level) >= remove)
+
+
+def at(units: list[PrunableModule], level: Level) -> Ranks:
+    """Return the rank of every unit."""
+    return {unit.key: level[unit.ranks[-1]] for unit in units}
+
+
+def freed(units: list[PrunableModule], level: Level) -> int:
+    """Count what is removed."""
+    return sum(unit.dense - unit.size(level[unit.ranks[-1]]) for unit in units)
 
 
 def width_facts(unit: PrunableModule, rank: int) -> dict[str, float]:

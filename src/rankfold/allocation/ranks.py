@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 from ..errors import OptionError, method_option
 from .base import Allocation, Share
 from .budget import Budget
-from .one_rank import common_ranks, freed, one_rank, width_facts
+from .one_rank import at, freed, levels, one_rank, width_facts
 from .prunable import PrunableModule, Ranks
 
 
@@ -137,13 +137,16 @@ def _within(share: Share, method: AllocationRequest, measured: Any) -> tuple[Ran
     _check(share, method)
     if not method.one_rank:
         return method.allocation.allocate(share, measured)
-    rank = one_rank(share.modules, share.remove)
-    return {u.key: rank for u in share.modules}, width_facts(share.modules[0], rank)
+    ranks = at(share.modules, one_rank(share.modules, share.remove))
+    first = share.modules[0]
+    return ranks, width_facts(first, ranks[first.key])
 
 
 def _check(share: Share, method: AllocationRequest) -> None:
     units = share.modules
-    alone = freed(units, min(common_ranks(units))) if method.one_rank else removable(units)
+    alone = (
+        max((freed(units, level) for level in levels(units)[:1]), default=0) if method.one_rank else removable(units)
+    )
     most = alone - share.stays + share.given
     if share.asked > most:
         raise OptionError(

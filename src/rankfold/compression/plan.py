@@ -18,7 +18,7 @@ from ..allocation import (
     to_remove,
     unique_parameters,
 )
-from ..allocation.one_rank import common_ranks, freed
+from ..allocation.one_rank import freed, levels
 from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
@@ -94,19 +94,14 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
         reason = f"whole blocks are removed, and the smallest of these is {least / counted:.1%}"
     elif method.one_rank:
         free = [unit for unit in units if not unit.fixed]
-        width = ranks[free[0].key]
-        larger = [rank for rank in common_ranks(free) if rank > width]
+        less = max((amount for level in levels(free) if (amount := freed(free, level)) < removed), default=0)
         what = "number of experts" if free[0].module == EXPERT_COUNT else "width"
-        reason = f"all blocks have one {what}, and " + (
-            f"the next larger one removes {max(0, freed(free, min(larger))) / counted:.1%}"
-            if larger
-            else f"{width} is the largest that all can have"  # dense blocks differ in it
-        )
+        reason = f"all blocks have one {what}, and the next larger one removes {max(0, less) / counted:.1%}"
     elif method.allocation.may_exceed:
         reason = "removing more was measured to cost nothing"
     else:
-        levels = [(unit, unit.ranks.index(ranks[unit.key])) for unit in smaller]
-        step = min(unit.sizes[level + 1] - unit.sizes[level] for unit, level in levels)
+        places = [(unit, unit.ranks.index(ranks[unit.key])) for unit in smaller]
+        step = min(unit.sizes[place + 1] - unit.sizes[place] for unit, place in places)
         reason = f"the smallest step between two ranks is {step / counted:.1%}"
     return f"{removed / counted:.1%} is removed, more than the {asked / counted:.1%} asked for: {reason}"
 

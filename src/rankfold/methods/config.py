@@ -131,7 +131,7 @@ class MethodConfig:
 
     @property
     def one_rank(self) -> bool:
-        """Whether all blocks must have the same rank."""
+        """Whether all blocks must have the same rank, or the same share of modules that differ in width."""
         return TARGETS[self.target].common
 
     @property
