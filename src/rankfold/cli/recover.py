@@ -60,9 +60,7 @@ def command(
         float | None, o.of_training(help="Train on what takes about this long, at most --tokens.")
     ] = None,
     rank: Annotated[int, o.of_training(help="Rank of adapters.")] = 16,
-    lr: Annotated[
-        float | None, o.of_training(help="Largest learning rate. Default: 0.001 of the weights' root mean square.")
-    ] = None,
+    lr: Annotated[float | None, o.of_training(help="Largest learning rate. Default: measured by a trial step.")] = None,
     batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 2048,
     max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512,
     tolerance: Annotated[

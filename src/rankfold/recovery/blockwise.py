@@ -38,13 +38,14 @@ from ..models.dense_model import DenseModel
 from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses
 from .options import Options
+from .rate import rate_by_size
 from .training import AT_ONCE, warm_up
-from .tuning import Tune, learning_rate, mask_of_zeros, own_weights, round_weights
+from .tuning import Tune, mask_of_zeros, own_weights, round_weights
 
 log = logging.getLogger(__name__)
 
 EPOCHS = 4  # over the sequences, where the texts hold enough of them
-RELATIVE_RATES: dict[Tune, float] = {"all": 1.5e-3, "norms": 3.5e-3}  # see .tuning
+RELATIVE_RATES: dict[Tune, float] = {"all": 1.5e-3, "norms": 3.5e-3}  # learning rates, over the size of the weights
 # In fp32, added up for each weight of a block:
 WEIGHT_BYTES = 4  # itself
 TRAINED_BYTES = 4  # as it was, of one that is trained
@@ -320,7 +321,7 @@ class Blockwise:
         steps = self.epochs * -(-len(targets) // self.batches)
         for weight in half.weights:
             weight.requires_grad_(True)
-        lr = self.options.lr or learning_rate(RELATIVE_RATES[self.options.tune], half.weights)
+        lr = self.options.lr or rate_by_size(RELATIVE_RATES[self.options.tune], half.weights)
         optimiser = torch.optim.AdamW(half.weights, lr, weight_decay=0.0)
         schedule = get_cosine_schedule_with_warmup(optimiser, warm_up(steps), steps)
         generator = torch.Generator().manual_seed(self.options.seed + view.index)

@@ -23,7 +23,7 @@ class Options:
     loss: Loss
     tokens: int
     rank: int
-    lr: float | None  # None: by the size of the weights
+    lr: float | None  # None: as the model takes it, see .rate
     batch_tokens: int
     length: int
     tolerance: float

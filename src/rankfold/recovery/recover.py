@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from .opening import (
     probes_of,
 )
 from .options import Options, Settings, check, check_blockwise, check_device
-from .tuning import RELATIVE_RATES, Tune, check_trainable, learning_rate, own_weights
+from .tuning import Tune, check_trainable
 from .whole import WholeModel
 
 log = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ def recover(
         tokens: to train on; texts that hold fewer are read several times.
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.
         rank: of adapters, ``>= 1``.
-        lr: largest learning rate of AdamW; by default a fraction of the root mean square of the weights (median over
-            matrices): 0.001 for ``all`` (0.0015 block by block), 0.0025 for adapters, 0.0035 for norms. It rises over
-            5 % of the steps, three at least (half of a shorter run), and falls along a cosine.
+        lr: largest learning rate of AdamW; by default measured by a trial step, or block by block a fraction of the
+            root mean square of the weights (docs/recover.md). It rises over 5 % of the steps, three at least (half of a
+            shorter run), and falls along a cosine.
         batch_tokens: tokens of a step, of all processes together where ``torchrun`` has started several.
         max_length: tokens of a sequence.
         tolerance: how much the perplexity of a text may rise, as a fraction.
@@ -144,9 +144,6 @@ def recover(
     if not blockwise:
         check_device(given.network)
     check_trainable(given.network, tune)
-    if lr is None and not blockwise:  # there every part of a block has its own
-        trained = own_weights(given.network, "norms" if tune == "norms" else "all")
-        options = replace(options, lr=learning_rate(RELATIVE_RATES[tune], trained))
     source = open_teacher(teacher, model, given, device)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
     texts = load_texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
@@ -217,7 +214,7 @@ class Recovery:
             warn_of_guessing(mean, self.source.config.vocab_size, name)
         on_probes = run.probe_losses()
         reason = why_not(before, after, self._worse(on_probes), self.options.tolerance)
-        facts |= {**self.identity, "teacher_name": self.source.name}
+        facts = {**self.identity, **facts, "teacher_name": self.source.name}
         facts |= {"recovered": reason is None, "unchanged_because": reason, "held_out": gains(dense, before, after)}
         record = self.given.record | {"recovery": facts}
         if reason is None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -17,9 +17,6 @@ from ..linalg.stochastic_rounding import round_stochastically
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
-# Largest learning rates, over the size of the weights: every step of AdamW changes a weight by about the learning rate,
-# and the weights of one family are ten times as large as those of another.
-RELATIVE_RATES: dict[Tune, float] = {"lora": 2.5e-3, "lora-mlp": 2.5e-3, "all": 1e-3, "norms": 3.5e-3}
 ZEROS = 0.25  # a weight with a larger fraction of zeros has them on purpose
 
 
@@ -78,16 +75,6 @@ def own_weights(model: nn.Module, tune: Tune) -> Iterator[nn.Parameter]:
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
             continue
         yield from (parameter for parameter in module.parameters(recurse=False) if parameter.is_floating_point())
-
-
-def learning_rate(relative: float, weights: Iterable[Tensor]) -> float:
-    """Return the learning rate of two digits that is this fraction of the size of the weights.
-
-    Their size is the median over all matrices, or vectors where there are none, of the root of the mean square.
-    """
-    found = list(weights)
-    sizes = [w.float().square().mean().sqrt() for w in [w for w in found if w.dim() > 1 and w.numel()] or found]
-    return float(f"{relative * torch.stack(sizes).median().item():.1e}")
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:

@@ -32,7 +32,9 @@ from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
 from .loss import Head
 from .memory import trained_weights, training_disk, training_memory
 from .options import Options, Settings
+from .rate import measured_rate
 from .training import (
+    AT_ONCE,
     Distiller,
     KeepWhole,
     KeepZeros,
@@ -40,6 +42,7 @@ from .training import (
     arguments,
     last_checkpoint,
     reaches_all,
+    recomputes,
     sequences_of_step,
     trains_in_bf16,
 )
@@ -47,7 +50,7 @@ from .tuning import mask_of_zeros, prepared, round_weights, without_dropout
 
 log = logging.getLogger(__name__)
 
-STEPS = "steps.json"
+STEPS, RATE = "steps.json", "rate.json"
 HELD_OUT, PROBES = "held out: ", "probe texts"  # what losses are of, in a cache
 SCORES = 10  # times that held-out text is scored during a run
 SCORING = 0.2  # of the minutes given, at most
@@ -156,12 +159,14 @@ class WholeModel:
             teacher=self.dense,
             loss=options.loss,
         )
-        common: dict = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, "keep": self.keep}
+        common: dict = {"seed": options.seed, "device": student.device, "keep": self.keep}
         common |= {"report_to": self.settings.report_to}
         common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
         common["checkpointing"] = self.settings.gradient_checkpointing
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
         with without_dropout(student), evaluating(self.dense):
+            lr = options.lr or self._measured_rate(make(args(steps=1, every=1)))
+            args = functools.partial(args, learning_rate=lr)
             scores = SCORES
             if seconds is not None:
                 scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
@@ -175,6 +180,7 @@ class WholeModel:
                 trainer.train(resume_from_checkpoint=checkpoint)
         judge.restore_best()
         return {
+            "lr": lr,
             "steps": trainer.state.global_step,
             "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
             "tuned_parameters": trained,
@@ -182,6 +188,32 @@ class WholeModel:
             "best_step": judge.best["step"],
             "history": judge.history,
         }
+
+    def _measured_rate(self, trial: Distiller) -> float:
+        """Return the learning rate that suits what is trained; a killed run goes on with the one it began with."""
+        path = self.work / RATE
+        if not from_first(path.exists):
+            rows = torch.linspace(0, len(self.ids) - 1, max(1, AT_ONCE // self.ids.shape[1])).long().unique().tolist()
+            dataset: Any = trial.train_dataset
+            unseen = torch.cat([ids[:2] for ids in self.held_out.values()])
+            # Recomputed activations are those of Trainer's own loop; as few are kept by as many tokens fewer.
+            blocks = self.student.config.get_text_config().num_hidden_layers if recomputes(trial.args) else 1
+            tokens = max(2, self.ids.shape[1] // blocks)
+
+            def backward() -> None:
+                for row in rows:
+                    batch = trial._prepare_inputs(trial.data_collator([dataset[row]]))
+                    some = {name: tensor[:, :tokens] for name, tensor in batch.items()}
+                    trial.compute_loss(self.network, some).backward()
+
+            found = measured_rate(
+                self.network,
+                self.options.tune,
+                backward,
+                lambda: torch.cat(token_losses(self.network, Head(self.student), unseen)),
+            )
+            on_first(lambda: write_json(path, {"lr": found}))
+        return from_first(lambda: read_json(path))["lr"]
 
     def _announced(self, args: TrainingArguments) -> tuple[int, int]:
         """Say what is trained, for how long and in how much memory; return how many weights, and the bytes.
