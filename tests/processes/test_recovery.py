@@ -147,7 +147,7 @@ def test_an_error_in_a_backward_pass_ends_those_who_wait_for_gradients(place):
 
 @pytest.mark.matrix
 def test_a_loss_of_one_process_that_is_not_finite_stops_all_at_once(place):
-    codes, _, err = run(2, DIVERGES, *command(place, "diverged"), folder=place / "diverges")
+    codes, _, err = run(2, DIVERGES, *command(place, "diverged", "--lr", "2e-4"), folder=place / "diverges")
     assert codes[0] == codes[1] and codes[0] in (0, 3), err
     assert err.count("the loss is not finite") == 1
     assert facts_of(place / "diverged")["steps"] == 2
