@@ -11,10 +11,7 @@ Level = dict[int, int]  # full rank -> rank
 
 
 def levels(units: list[PrunableModule]) -> list[Level]:
-    """Return the ranks that all units may take together, ascending.
-
-    There are none where units of one full rank have no rank in common.
-    """
+    """Return the ranks that all units may take together, ascending; nothing where there are no units."""
     common: dict[int, set[int]] = {}
     for unit in units:
         full = unit.ranks[-1]
@@ -30,6 +27,11 @@ def levels(units: list[PrunableModule]) -> list[Level]:
 def one_rank(units: list[PrunableModule], remove: int) -> Level:
     """Return the largest of these that removes enough; there must be one."""
     return next(level for level in reversed(levels(units)) if freed(units, level) >= remove)
+
+
+def most_freed(units: list[PrunableModule]) -> int:
+    """Count what is removed at the smallest of these."""
+    return freed(units, levels(units)[0]) if units else 0
 
 
 def at(units: list[PrunableModule], level: Level) -> Ranks:

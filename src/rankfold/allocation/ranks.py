@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 from ..errors import OptionError, method_option
 from .base import Allocation, Share
 from .budget import Budget
-from .one_rank import at, freed, levels, one_rank, width_facts
+from .one_rank import at, most_freed, one_rank, width_facts
 from .prunable import PrunableModule, Ranks
 
 
@@ -144,9 +144,7 @@ def _within(share: Share, method: AllocationRequest, measured: Any) -> tuple[Ran
 
 def _check(share: Share, method: AllocationRequest) -> None:
     units = share.modules
-    alone = (
-        max((freed(units, level) for level in levels(units)[:1]), default=0) if method.one_rank else removable(units)
-    )
+    alone = most_freed(units) if method.one_rank else removable(units)
     most = alone - share.stays + share.given
     if share.asked > most:
         raise OptionError(

@@ -96,10 +96,11 @@ def _prove(source: DenseModel, ids: Tensor) -> Proof:
     returns = _look(source.block(0), start(source, ids, autocast=None)).returns_tuple
     source.architecture = replace(source.architecture, returns_tuple=returns)
     stream = start(source, ids, autocast=None)
-    spec = _halves(source, stream)
-    differences, units, turns = [], [], {}
+    spec, differences, units, turns = source.architecture, [], [], {}
     for index in range(len(source)):
         view = source.block(index)
+        if index == 0:
+            spec = _halves(view, stream, source)
         if not view.attention.spec.beyond and not spec.attention.beyond:
             spec, error, turns[index] = _rotation(spec, view, stream, source, first=not turns)
             differences.append(error)
@@ -162,10 +163,9 @@ def _look(view: BlockView, stream: Stream) -> _Look:
     return _Look(before, output[0] if returns else output, inputs, outputs, returns)
 
 
-def _halves(source: DenseModel, stream: Stream) -> Architecture:
+def _halves(view: BlockView, stream: Stream, source: DenseModel) -> Architecture:
     """Find where the stream between attention and MLP is, and whether both add to it what they send."""
-    spec, view = source.architecture, source.block(0)
-    look, path = _look(view, stream), view.attention.spec.path
+    spec, look, path = view.architecture, _look(view, stream), view.attention.spec.path
     if path not in look.outputs:
         _refuse(source, f"{path} of a block is never called")
     close, sent, whole = _close(source), look.outputs[path], look.after - look.before
