@@ -25,7 +25,7 @@ from rankfold.architectures.derive import derive
 from rankfold.cli.models import code
 from rankfold.compression import validate_spec as module
 from rankfold.compression.validate_spec import validate_spec, validated
-from rankfold.errors import OptionError, UnsupportedModelError
+from rankfold.errors import UnsupportedModelError
 
 KNOWN = {a.model_type: a for a in known_architectures()}
 # Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside layers.
@@ -153,7 +153,9 @@ def test_no_stock_model_of_such_a_family_is_narrower(tmp_path):
     """What its config can say is not known, and no weights tell how a class stores what they are padded to."""
     unknown("minimax_m2").save_pretrained(tmp_path / "dense")
     common = {"calibration": tokens(), "sparsity": 0.1, "rank_multiple": 2}
-    with pytest.raises(OptionError, match=r"'minimax_m2' is not one of the families .*take target='transformers'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'minimax_m2' is not one of the families .*take target='transformers'"
+    ):
         rankfold.compress(tmp_path / "dense", target="stock", allocation="uniform", **common)
     rankfold.compress(tmp_path / "dense", output=tmp_path / "small", **common)
     for form in ("stock", "gguf", "deci"):

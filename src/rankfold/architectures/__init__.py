@@ -7,7 +7,7 @@ from .models import MODELS, NamedModel
 from .norms import Norm
 from .parts import PARTS, Part, context_of, part_of
 from .rebuilding import FROM_CONFIG, copied_config, from_config, with_fields
-from .registry import architecture_of, family_of, known_architectures
+from .registry import architecture_of, check_stock, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec, left_dense
 from .views import BlockView, MLPView
 
@@ -32,6 +32,7 @@ __all__ = [
     "Part",
     "architecture_of",
     "as_stored",
+    "check_stock",
     "context_of",
     "copied_config",
     "family_of",

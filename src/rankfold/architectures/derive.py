@@ -165,7 +165,8 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
     output = _one_output(layers, qkv, config)
     kv_heads = "config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
-    if scaling is None:
+    others = [name for name in layers if name not in (*qkv, output)]
+    if scaling is None and not others:
         raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))
     rotary = any(type(m).__name__.endswith("RotaryEmbedding") for m in model.modules())
     norms, over = _norms(module, layers[qkv[0]])
@@ -184,7 +185,6 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         dropout=next((name for name in DROPOUTS if hasattr(module, name)), DROPOUTS[0]),
         output_dropout=next((name for name in OUTPUT_DROPOUTS if hasattr(module, name)), None),
     )
-    others = [name for name in layers if name not in (*qkv, output)]
     return left_dense(spec, f"its attention has {', '.join(others)} too") if others else spec
 
 

@@ -34,6 +34,19 @@ def family_of(config: Any) -> Architecture | None:
     return _BY_TYPE.get(config.model_type)
 
 
+def check_stock(config: Any, instead: str) -> None:
+    """Raise :class:`UnsupportedModelError` where nobody wrote down what fields of the config make the class narrower.
+
+    Args:
+        instead: what the caller can do.
+    """
+    if family_of(config) is None:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is not one of the families whose configs are known, so no stock model "
+            f"of its class is narrower; {instead}"
+        )
+
+
 def architecture_of(model: "PreTrainedModel") -> Architecture:
     """The family of a transformers model that writes text; of one for images and text, the family of its language
     model.

@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 
 from .._utils.empty import empty_weights
 from .._utils.present import present
-from ..architectures import Architecture, AttentionView, BlockView, copied_config, family_of
+from ..architectures import Architecture, AttentionView, BlockView, check_stock, copied_config
 from ..checkpoint.load import empty_model
-from ..errors import UnsupportedModelError
 from ..models.dense_model import DenseModel
 from ..modules import install
 from .reading import check_experts, read_heads, read_rising
@@ -65,11 +64,7 @@ def stock_form(source: DenseModel) -> Form:
     Raises:
         UnsupportedModelError: a block is made of something else than matrices, or the family is not a known one.
     """
-    if family_of(source.config) is None:
-        raise UnsupportedModelError(
-            f"model type {source.config.model_type!r} is not one of the families whose configs are known, so no stock "
-            "model of its class is narrower; serve the folder as it is (docs/serve.md)"
-        )
+    check_stock(source.config, "serve the folder as it is (docs/serve.md)")
     dense = Form(plain(source.model.config), source.architecture, {})
     empty = dense.empty()
     sizes = [_sizes(source.block(index), dense.view(empty, index)) for index in range(len(source))]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .._utils.present import present
-from ..architectures import BlockView, family_of
+from ..architectures import BlockView, check_stock
 from ..errors import OptionError, method_option
 
 HEADS = ("qk", "vo", "heads")  # modules whose ranks are widths, or the number, of heads
@@ -42,6 +42,7 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
 
     Raises:
         OptionError: a module was asked for by name that the target leaves dense.
+        UnsupportedModelError: the target is a stock model, and no config of the family is known.
     """
     target = TARGETS[method.target]
     narrow = [unit for unit in units if unit.fixed and unit.module in HEADS]
@@ -57,11 +58,7 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
             )
         units = [unit for unit in units if unit.module not in HEADS]
     if target.common:
-        if family_of(view.config) is None:
-            raise OptionError(
-                f"model type {view.config.model_type!r} is not one of the families whose configs are known, so no "
-                f"stock model of its class is narrower; take {method_option('target', 'transformers')}"
-            )
+        check_stock(view.config, f"take {method_option('target', 'transformers')}")
         units = [unit for unit in units if _has_field(unit, view)]
     return [unit if unit in narrow else _fitted(unit, view, target) for unit in units]
 
