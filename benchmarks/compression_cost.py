@@ -23,7 +23,7 @@ from rankfold.data.load import load_calibration
 
 TARGETS = {"one-pass": 2.0, "sequential": 3.5}
 MORE = 3.0  # times one-pass that the default may cost on top of it
-STEPS = ("allocation=uniform", "feedback=false", "sensitivity=gradient", "removal=true")
+STEPS = ("allocation=uniform", "residual_correction=false", "output_weighting=fisher", "allow_module_removal=true")
 DEFAULTS = {"default": {}} | {f"rankfold {step}": of_name(f"rankfold {step}")[1] for step in STEPS}
 KINDS = ("forward", "one-pass", "sequential", *DEFAULTS)
 DEFINITIONS = {

@@ -34,7 +34,7 @@ main(parser.parse_args())
 """
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 DEFINITIONS = {
-    "model": "method, options and --for of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the "
+    "model": "method, options and --target of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the "
     "folder itself or `as` its export",
     "prefill": f"tokens per second of a prompt of {PROMPT}: llama-bench -p",
     "decode": f"tokens per second of {NEW} tokens one by one: llama-bench -n",

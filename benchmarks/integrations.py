@@ -68,7 +68,7 @@ PROGRAMS = {
 }
 DEFINITIONS = {
     "tests": "last line of pytest over the tests that need the program, on tiny models",
-    "on": "method, options and --for of a compressed model; sparsity 0.3; `as`: its export in that form",
+    "on": "method, options and --target of a compressed model; sparsity 0.3; `as`: its export in that form",
     "reached": "linear layers in the blocks that the program took, of all there",
     "change": "|logits after - logits before| / |logits before| on one window; peft: after merging, "
     "against the adapters",

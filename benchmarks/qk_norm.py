@@ -41,7 +41,7 @@ SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
     "tie_word_embeddings": True,
 }
 FORMS = {"dense": ("mlp", "vo"), "reduced": ("mlp", "qk", "vo")}
-METHODS = ("rankfold", "rankfold removal=true", "modegpt")
+METHODS = ("rankfold", "rankfold allow_module_removal=true", "modegpt")
 ALONE = (0.25, 0.5)
 SPARSITIES = (0.2, 0.3, 0.5)
 DEFINITIONS = {

@@ -61,8 +61,8 @@ rows](results/grid.md)). {MADE}
 COMMANDS = f"""# Commands
 
 `MODEL` is a hub id (`owner/name`, or `owner/name@revision`), a folder or a `.gguf` file. All commands take `--json`.
-An error is one line on stderr; the exit code is 2 for wrong arguments, 1 for other errors, 3 where `recover` gained
-nothing, and 130 after Ctrl-C. {MADE}
+An error is one line on stderr. The exit code is 2 after an error, 1 where `compare` could not measure a model, 3 where
+`recover` (or `compress --recover`) gained nothing, and 130 after Ctrl-C; a traceback is a bug. {MADE}
 
 """
 

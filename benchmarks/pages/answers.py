@@ -168,7 +168,7 @@ def lowrankarena(records: list[dict]) -> str:
 
 
 def gates(records: list[dict]) -> str:
-    measured = [(row["kept"].get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
+    measured = [(row.get("kept", {}).get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
     short = sum((kept or 0.0) < least for kept, least in measured)
     return f"Of {len(measured)} gates {short or 'none'} {'fall' if short > 1 else 'falls'} short."
 
@@ -343,7 +343,7 @@ def targets(records: list[dict]) -> str:
 def ablations(records: list[dict]) -> str:
     found = of_model([r for r in records if r["benchmark"] == "perplexity"], SMOL)
     every, ranks, correction = (
-        first(found[f"rankfold{option} 0.3"]) for option in ("", " allocation=uniform", " feedback=false")
+        first(found[f"rankfold{option} 0.3"]) for option in ("", " allocation=uniform", " residual_correction=false")
     )
     return f"SmolLM2 at 0.3 has {every}; {ranks} with uniform ranks, {correction} without residual correction."
 

@@ -14,7 +14,7 @@ INTERRUPTED = "interrupted; an unfinished run continues when it is started again
 def main() -> None:
     """Run ``rankfold``: exit with 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted.
 
-    1 where `rankfold compare` has finished and some of its rows failed.
+    1 where `rankfold compare` has finished and some of its rows failed; 3 where training gained nothing.
     """
     if _is_other_process():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
 NEEDED_OF_RECOVERY = {
     **dict.fromkeys(("tune", "loss", "text_column"), str),
-    **dict.fromkeys(("tokens", "rank", "batch_tokens", "length", "seed"), int),
-    **{"lr": NUMBER, "tolerance": NUMBER, "calibration": Each(NUMBER), "minutes": Maybe(NUMBER), "adapter": bool},
+    **dict.fromkeys(("tokens", "tokens_seen", "rank", "batch_tokens", "length", "seed"), int),
+    **{"lr": Maybe(NUMBER), "tolerance": NUMBER, "calibration": Each(NUMBER), "minutes": Maybe(NUMBER), "adapter": bool},
 }
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 
@@ -149,11 +149,15 @@ def _of_run(record: Settings) -> Settings:
 
 
 def _of_recovery(facts: Settings) -> Settings:
-    """Name what a training was asked for; the models are given anew, as a record has their names only."""
+    """Name what a training was asked for; the models are given anew, as a record has their names only.
+
+    What was trained for some minutes is repeated with as many tokens.
+    """
     is_blockwise = facts.get("blockwise", False)
-    asked = ("tune", "tokens", "minutes", "rank", "lr", "batch_tokens", "tolerance", "adapter", "seed", "text_column")
+    asked = ("tune", "rank", "lr", "batch_tokens", "tolerance", "adapter", "seed", "text_column")
     values = {
         **{key: facts[key] for key in asked},
+        "tokens": facts["tokens"] if facts["minutes"] is None else facts["tokens_seen"],
         "loss": "kl" if is_blockwise else facts["loss"],  # the option has no effect there, and stays as by default
         "max_length": facts["length"],
         "blockwise": is_blockwise,

@@ -14,7 +14,7 @@ Gpu = Annotated[
         help="Plan for GPUs that are not here, by config.json alone: memory of each, or h100, a100, ...",
     ),
     Excludes(
-        ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
+        ("calibration", "seed", "text_column", "shards", "component", "components", "moments", "device"),
         "--gpu plans by the shapes of a config alone, {} would be ignored; leave one of them out",
     ),
 ]

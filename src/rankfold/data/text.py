@@ -162,7 +162,7 @@ def _documents(source: TextSource, name: str, use: str, column: str) -> Iterable
     if source.kind in KINDS.values():
         return (document_of(row, column, f"{path}, {where}") for where, row in _rows(path, source.kind, column))
     text = decode(path.read_bytes(), path)
-    return (text,) if source.kind == "txt" else (raw_row(line) for line in text.split("\n")[:-1])
+    return (text,) if source.kind == "txt" else (raw_row(line) for line in text.removesuffix("\n").split("\n"))
 
 
 def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:

@@ -87,7 +87,8 @@ def _together(
     seed = options.seed
     fitted = interleaved([text.windows[: count.fitted] for text, count in texts.values()], seed)
     held_out = interleaved([text.windows[count.fitted : sum(count)] for text, count in texts.values()], seed)
-    if (found := len(fitted) + len(held_out)) < options.wanted:
+    is_short = (found := len(fitted) + len(held_out)) < options.wanted
+    if is_short:
         log.info(
             "%s %d samples of %d tokens, not %d: %d are fitted, %d held out",
             "the text fills" if len(texts) == 1 else "the texts fill",
@@ -97,12 +98,13 @@ def _together(
         TextShare(name, text.origin, text.draw, shares[name], count.fitted, count.held_out)
         for name, (text, count) in texts.items()
     )
-    held_out = held_out if len(held_out) else None
+    held_out, wanted = held_out if len(held_out) else None, options.num_samples
     if len(parts) == 1:
-        return CalibrationData(fitted, parts[0].name, parts[0].origin, seed, held_out, parts[0].draw)
+        (part,) = parts
+        wanted = wanted if is_short else None
+        return CalibrationData(fitted, part.name, part.origin, seed, held_out, part.draw, wanted=wanted)
     names, origins = (" + ".join(texts) for texts in (shares, [part.origin for part in parts]))
-    draw, wanted = "texts interleaved", options.num_samples
-    return CalibrationData(fitted, names, origins, seed, held_out, draw, texts=parts, wanted=wanted)
+    return CalibrationData(fitted, names, origins, seed, held_out, "texts interleaved", texts=parts, wanted=wanted)
 
 
 def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> Drawn:

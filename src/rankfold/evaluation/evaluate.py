@@ -57,7 +57,7 @@ def evaluate(
         cost.check(str(model))
     if writing:
         writing.prompts()
-    dense = _dense_texts(writing, dtype, device) if writing and writing.baseline else None
+    dense = _dense_texts(writing, model, dtype, device) if writing and writing.baseline else None
     read = texts.read() if texts else []
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
@@ -76,7 +76,13 @@ def evaluate(
     return result
 
 
-def _dense_texts(writing: Writing, dtype: str, device: str) -> list[list[int]]:
+def _dense_texts(writing: Writing, model: str | Path, dtype: str, device: str) -> list[list[int]]:
     """Return the tokens that the model to compare with writes; it is gone afterwards."""
     name = str(writing.baseline)
-    return writing.free_text(load_model(name, dtype=dtype, device=device), load_tokenizer(name))
+    tokenizer = load_tokenizer(name)
+    if tokenizer.get_vocab() != load_tokenizer(model).get_vocab():
+        raise OptionError(
+            f"{option('baseline', name)} has another vocabulary, so tokens cannot be compared; give the dense model "
+            "that it was compressed from"
+        )
+    return writing.free_text(load_model(name, dtype=dtype, device=device), tokenizer)

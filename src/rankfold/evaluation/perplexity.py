@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._utils.evaluating import evaluating
 from .._utils.memory import release_memory
 from .._utils.progress import track
 from ..calibration.likelihood import token_losses
@@ -46,7 +47,7 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
-    """Compute the perplexity of a model in eval mode on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
+    """Compute the perplexity of a model on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("samples", windows)
@@ -59,12 +60,13 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
         return f"perplexity {math.exp(min(total / predicted, 700)):.2f}"
 
     batches = windows.split(max(1, BATCH_TOKENS // length))
-    for batch in track(batches, "evaluating", note=so_far):
-        batch = batch.to(device)
-        with context:
-            logits = network(batch, use_cache=False).logits[:, :-1]
-        losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
-        total, predicted = total + _sum(losses), predicted + losses.numel()
+    with evaluating(network):
+        for batch in track(batches, "evaluating", note=so_far):
+            batch = batch.to(device)
+            with context:
+                logits = network(batch, use_cache=False).logits[:, :-1]
+            losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+            total, predicted = total + _sum(losses), predicted + losses.numel()
     return _described(total, windows)
 
 

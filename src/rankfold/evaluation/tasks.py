@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..errors import CheckpointError, DataError, NumericsError, OptionError, opt
 from .local_tasks import LOCAL, local_definitions, local_rows
 from .science_qa import SCIENCE_QA, by_column
 from .with_pictures import ask
+
+log = logging.getLogger(__name__)
 
 SEEN = "scienceqa"  # the task whose questions have pictures
 OWN = (SEEN, "mmlu_math")  # that lm-eval does not have by these names
@@ -168,7 +171,14 @@ class Questions:
                 scorer, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=samples
             )
             parts = {part for name in self.examples if name in OWN for part in LOCAL[name].parts}
-            found = {name: _plain(name, result) for name in result["results"] if name not in parts}
+            found = {name: _plain(name, result, scorer.cut) for name in result["results"] if name not in parts}
+        if scorer.cut:
+            log.warning(
+                "%d prompts with their answers (%s) are longer than the %d tokens that the model takes, and lost their beginning",
+                scorer.cut.total(),
+                ", ".join(scorer.cut),
+                scorer.max_length,
+            )
         if "scienceqa" in found:
             found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
         return found
@@ -246,17 +256,30 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
     from lm_eval.models.huggingface import HFLM
 
     class Scorer(HFLM):
-        """lm-eval's own, but it shows how far it is, and a score that is no number stops it: it would count as a wrong
-        answer, or as a right one."""
+        """lm-eval's own, but it shows how far it is, counts what it cuts, and a score that is no number stops it: it
+        would count as a wrong answer, or as a right one."""
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.asked: list[str] = []  # the task of every request
+            self.cut: Counter[str] = Counter()  # task -> prompts that are longer than the model's context
 
         def loglikelihood(self, requests, *args, **options):
+            self.asked = [request.task_name for request in requests]
             with self._counted(requests):
                 scores = super().loglikelihood(requests, *args, **options)
             if not all(math.isfinite(score) for score, _ in scores):
                 raise NumericsError("the model's score of an answer is NaN or infinite; check the checkpoint or dtype")
             return scores
 
+        def _loglikelihood_tokens(self, requests, *args, **options):
+            longest = self.max_length + 1  # the last token is only predicted
+            asked = zip(self.asked, requests, strict=False)  # a rolling likelihood asks for windows, of no task
+            self.cut.update(task for task, (_, context, answer) in asked if len(context) + len(answer) > longest)
+            return super()._loglikelihood_tokens(requests, *args, **options)
+
         def loglikelihood_rolling(self, requests, *args, **options):
+            self.asked = []
             with self._counted(requests):
                 return super().loglikelihood_rolling(requests, *args, **options)
 
@@ -282,8 +305,9 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
     )
 
 
-def _plain(name: str, result: dict) -> dict:
-    """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``."""
+def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
+    """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``, and how many
+    prompts were cut, if any."""
     facts = {}
     for key, value in result["results"][name].items():
         metric, comma, filtered = key.partition(",")
@@ -294,4 +318,11 @@ def _plain(name: str, result: dict) -> dict:
         facts[metric if filtered == "none" else key] = None if value == "N/A" else value
     if name in result["n-samples"]:
         facts["samples"] = result["n-samples"][name]["effective"]
+    if truncated := _of_leaves(name, cut, result["group_subtasks"]):
+        facts["truncated"] = truncated
     return facts | {"num_fewshot": result["n-shot"].get(name), "version": result["versions"].get(name)}
+
+
+def _of_leaves(name: str, counts: Counter[str], members: dict[str, list[str]]) -> int:
+    """Sum counts of tasks over those of a group, and of its groups."""
+    return counts[name] + sum(_of_leaves(member, counts, members) for member in members.get(name, []))

@@ -22,7 +22,7 @@ from ..models.dense_model import DenseModel
 from ..report.goal import Goal
 from ..report.identity import run_identity
 from ..report.plan import Plan
-from .options import check_processes
+from .options import check_processes, check_seed
 from .recover import RecoveryResult, recover
 
 
@@ -51,6 +51,7 @@ def compress_and_recover(
         RankfoldError: as of both.
     """
     check_processes()
+    check_seed(training.get("seed", 0))
     if not source.architecture.decoder or getattr(method, "bits", 0):
         raise UnsupportedModelError(
             f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised "

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
-from .._utils.files import read_json, write_json
+from .._utils.files import read_json, write_json, write_tensors
 from .._utils.processes import broadcast, dealt, from_first, is_first, on_first, together
 from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
@@ -69,14 +69,14 @@ def nats(losses: Losses) -> dict[str, float]:
 
 
 def allowed(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:
-    """Return whether some text gains and none loses more than a tolerance.
+    """Return whether the texts gain on average and none loses more than a tolerance.
 
     Args:
         before, after: text -> nats per predicted token.
         tolerance: of the ratio of perplexities, e.g. 0.02.
     """
     gaps = [after[name] - before[name] for name in before]
-    return min(gaps) < 0 and max(gaps) <= math.log1p(tolerance) and all(map(math.isfinite, gaps))
+    return sum(gaps) < 0 and max(gaps) <= math.log1p(tolerance) and all(map(math.isfinite, gaps))
 
 
 def worse_kinds(probes: Probes, kinds: dict, losses: ProbeLosses, tolerance: float) -> dict[str, float]:
@@ -106,7 +106,7 @@ def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: f
         tolerance: see :func:`allowed`.
     """
     if not allowed(nats(before), nats(after), tolerance):
-        return f"no held-out text gains, or one loses more than {tolerance:.0%}"
+        return f"the held-out texts do not gain on average, or one loses more than {tolerance:.0%}"
     lost = [f"{kind} (perplexity x {ratio:.2f})" for kind, ratio in worse.items()]
     return f"of the probe texts, {', '.join(lost)} lost more than {max(tolerance, OTHER_TEXT):.0%}" if lost else None
 
@@ -176,11 +176,11 @@ class Judge(TrainerCallback):
 
     def _write(self) -> None:
         if self.best is self.history[-1]:
-            save_file(self._tuned(), self.folder / BEST)
+            write_tensors(self.folder / BEST, self._tuned())
         write_json(self.folder / HISTORY, {"scores": self.history})
 
     def _tuned(self) -> dict[str, Tensor]:
-        return {name: p.detach().contiguous() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore_best(self) -> None:
         """Give the model the weights of the best allowed state, which the first of several processes has written."""

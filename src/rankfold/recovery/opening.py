@@ -19,6 +19,7 @@ from ..data.mixing import DrawOptions, expanded
 from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.dense_model import DenseModel
+from ..models.fingerprint import fingerprint
 from ..models.given import resolve_model
 from ..models.opening import open_model, stored_dtype
 from ..models.whole import read_config
@@ -39,6 +40,13 @@ class Given:
     record: dict
     folder: Path | None
     written: torch.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights as they are now."""
+        if isinstance(self.model, DenseModel):
+            return self.model.fingerprint
+        return fingerprint({}, sorted(self.model.state_dict().items()))
 
     @property
     def network(self) -> PreTrainedModel:

@@ -61,6 +61,12 @@ def check_processes() -> None:
             )
 
 
+def check_seed(seed: int) -> None:
+    """Raise :class:`OptionError` where Trainer takes no such seed; the draw of texts takes more."""
+    if not 0 <= seed < 2**32:
+        raise OptionError(f"training takes a seed from 0 to 2**32 - 1, got {str(seed)[:24]}")
+
+
 def check_device(model: PreTrainedModel) -> None:
     """Raise :class:`OptionError` where processes that train together have a model elsewhere than what they exchange.
 
@@ -84,14 +90,14 @@ def check_device(model: PreTrainedModel) -> None:
 def check(options: Options, settings: Settings, output: str | Path | None) -> None:
     """Raise :class:`OptionError` where an option is out of range, or has no effect beside another one."""
     check_processes()
-    for name in ("tokens", "rank", "batch_tokens", "length"):
-        if getattr(options, name) < 1:
-            raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
+    least = {"tokens": 1, "rank": 1, "batch_tokens": 1, "max_length": 2}  # one token predicts the next
+    for name, value in zip(least, (options.tokens, options.rank, options.batch_tokens, options.length), strict=True):
+        if value < least[name]:
+            raise OptionError(f"{name} must be at least {least[name]}, got {value}")
     positive = (options.lr, settings.minutes)
     if not (all(n is None or n > 0 for n in positive) and options.tolerance >= 0):  # a NaN neither
         raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
-    if not 0 <= options.seed < 2**32:
-        raise OptionError(f"seed must be at least 0 and fit into 32 bits, got {str(options.seed)[:24]}")
+    check_seed(options.seed)
     if settings.report_to not in (known := ["none", "all", *get_available_reporting_integrations()]):
         raise OptionError(
             f"report_to must be one of {', '.join(known)}, got {settings.report_to!r}; install what is to be used"

@@ -6,6 +6,7 @@ compressed model --- tuned weights ---> Trainer: KL to the dense model's predict
 """
 
 import contextlib
+import functools
 import json
 import logging
 import shutil
@@ -55,6 +56,7 @@ from .whole import WholeModel
 log = logging.getLogger(__name__)
 
 TRAINING = "recovery.json"  # beside a model without a run record
+LOGS = "runs"  # what Trainer writes for TensorBoard
 
 Run = WholeModel | by_block.Blockwise
 
@@ -124,7 +126,7 @@ def recover(
             optimiser in memory; for folders, into a folder.
         cache_logits: folder for what the dense model predicts on the texts: it is computed once, and the dense model is
             not in memory while the compressed one is trained. A folder with the same of an earlier run is read.
-        report_to: of Trainer, e.g. ``tensorboard``.
+        report_to: of Trainer, e.g. ``tensorboard``, whose files go to ``runs`` in the output.
         text_column: of texts in files with rows.
 
     Raises:
@@ -155,7 +157,7 @@ def recover(
         facts = record["recovery"]
         shares = named(calibration) or dict.fromkeys(texts, 1.0)
         facts |= {"calibration": {shown(text): share for text, share in shares.items()}}
-        facts |= {"minutes": minutes, "adapter": adapter, "seconds": time.monotonic() - begin}
+        facts |= {"adapter": adapter, "seconds": time.monotonic() - begin}
         facts |= {"processes": process_count()}
         if not facts["recovered"] and isinstance(run, WholeModel):
             run.give_back(open_student(model, device).model)
@@ -185,11 +187,13 @@ class Recovery:
     options: Options
     settings: Settings
 
-    @property
+    @functools.cached_property  # training changes the model
     def identity(self) -> dict:
         """All that the trained weights depend on: an unfinished run goes on where it is the same."""
         found = {
             **asdict(self.options),
+            "minutes": self.settings.minutes,
+            "model": self.given.fingerprint,
             "teacher": self.source.fingerprint,
             "texts": {name: one.describe() for name, one in self.texts.items()},
         }
@@ -216,7 +220,9 @@ class Recovery:
         reason = why_not(before, after, self._worse(on_probes), self.options.tolerance)
         facts = {**self.identity, **facts, "teacher_name": self.source.name}
         facts |= {"recovered": reason is None, "unchanged_because": reason, "held_out": gains(dense, before, after)}
-        record = self.given.record | {"recovery": facts}
+        record = self.given.record
+        facts |= {"earlier": record["recovery"]} if "recovery" in record else {}
+        record = record | {"recovery": facts}
         if reason is None:
             record |= self._measured_again(on_probes, facts)
             _describe(run.model.config, self.texts, record)
@@ -259,6 +265,8 @@ class Recovery:
                 write_text(unfinished / "README.md", _card(run.model, record, output))
             # What was not compressed by rankfold has no record that `read_record` would take.
             write_json(unfinished / (NAME if "plan" in record else TRAINING), record)
+            if (work / LOGS).exists():
+                shutil.move(work / LOGS, unfinished / LOGS)
         shutil.rmtree(work)
 
 
@@ -279,7 +287,8 @@ def _describe(config, texts: dict[str, CalibrationData], record: dict) -> None:
     if (description := described(config)) is None:
         return
     fields = description if isinstance(description, dict) else description.fields
-    fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
+    known = fields.get("trained_on", [])  # perplexity there is too good
+    fields["trained_on"] = list(dict.fromkeys([*known, *(one.origin for one in texts.values())]))
     if "probe_texts_before" in record["recovery"]:
         fields["probe_texts"] = record["probe_texts"]
 

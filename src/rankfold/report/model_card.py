@@ -43,7 +43,7 @@ model = {auto}.from_pretrained("{folder}")
 ## How it was made
 
 ```
-rankfold compress --config {config} -o {again}{recover}
+{commands}
 ```
 
 {made} `rankfold.json` holds, for every module, its rank, the reconstruction
@@ -95,9 +95,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
             for part, one in components.items()
             for warning in warnings_of(one)
         ),
-        config=shlex.quote(f"{folder}/rankfold.json"),
-        again=shlex.quote(f"{folder}-again"),
-        recover=_recover_command(training, folder) if training else "",
+        commands="\n".join(_commands(folder, training is not None)),
         made="\n\n".join(_made(one, _of(part)) for part, one in components.items()),
     )
 
@@ -169,20 +167,9 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
     ]
 
 
-def _recover_command(training: Record, folder: str) -> str:
-    """Return the line that trains alike; of the texts only the proportions count."""
-    options = {
-        "tune": "tune",
-        "loss": "loss",
-        "tokens": "tokens_seen",
-        "lr": "lr",
-        "max-length": "length",
-        "seed": "seed",
-    }
-    words = ["rankfold", "recover", f"{folder}-again", "-o", f"{folder}-recovered"]
-    given = [(flag, str(training[key])) for flag, key in options.items() if training.get(key) is not None]
-    given += [("calibration", f"{text}={facts['num_samples']}") for text, facts in training["texts"].items()]
-    if training.get("blockwise"):
-        given = [("blockwise", "") if flag == "loss" else (flag, value) for flag, value in given]
-    words += [word for flag, value in given for word in (f"--{flag}", value) if word]
-    return "\n" + shlex.join(words)
+def _commands(folder: str, trained: bool) -> list[str]:
+    """Return the lines that make it again."""
+    again, record = f"{folder}-again", f"{folder}/rankfold.json"
+    lines = [["compress", "--config", record, "-o", again]]
+    lines += [["recover", again, "--config", record, "-o", f"{folder}-recovered"]] if trained else []
+    return [shlex.join(["rankfold", *words]) for words in lines]
