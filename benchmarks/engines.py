@@ -34,8 +34,8 @@ main(parser.parse_args())
 """
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 DEFINITIONS = {
-    "model": "method, options and --target of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the "
-    "folder itself or `as` its export",
+    "model": "method, options and --target of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM "
+    "the folder itself or `as` its export",
     "prefill": f"tokens per second of a prompt of {PROMPT}: llama-bench -p",
     "decode": f"tokens per second of {NEW} tokens one by one: llama-bench -n",
     "throughput": "tokens per second, read and written, of 16 requests of 256 and 64: `vllm bench throughput` with its "

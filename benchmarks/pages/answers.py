@@ -168,7 +168,9 @@ def lowrankarena(records: list[dict]) -> str:
 
 
 def gates(records: list[dict]) -> str:
-    measured = [(row.get("kept", {}).get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
+    measured = [
+        (row.get("kept", {}).get(name), least) for r in records for row in r["rows"] for name, least in _least(row)
+    ]
     short = sum((kept or 0.0) < least for kept, least in measured)
     return f"Of {len(measured)} gates {short or 'none'} {'fall' if short > 1 else 'falls'} short."
 

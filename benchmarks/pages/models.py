@@ -50,7 +50,9 @@ def _wrapped(text: str) -> list[str]:
 
 
 KINDS = ("prefill", "decode")
-SHORT = {"modegpt:selection=leverage,selection_qk=norm,gqa=paper": "modegpt, paper's module forms"}  # in picture and table
+SHORT = {
+    "modegpt:selection=leverage,selection_qk=norm,gqa=paper": "modegpt, paper's module forms"
+}  # in picture and table
 
 
 def tradeoff(record: dict, folder: Path | None) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 from itertools import product
+from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -176,6 +177,7 @@ def test_a_kind_of_text_is_worse_where_its_loss_is_more_than_chance_explains():
         ({"a": 2.9, "b": 2.0}, True),
         ({"a": 2.9, "b": 2.0 + math.log(1.019)}, True),
         ({"a": 2.9, "b": 2.0 + math.log(1.021)}, False),
+        ({"a": 2.999, "b": 2.0 + math.log(1.019)}, False),  # they lose on average
         ({"a": 3.0, "b": 2.0}, False),
         ({"a": 2.9, "b": math.nan}, False),
     ],
@@ -296,10 +298,57 @@ def test_an_unfinished_run_of_other_options_is_refused(place, tmp_path):
         recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
 
 
+def test_an_unfinished_run_of_another_model_or_time_is_refused(place, tmp_path, monkeypatch):
+    given = {"teacher": place / "dense", "calibration": place / "manual.txt", "output": tmp_path / "out"} | OPTIONS
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(STEP, kill)
+        recover(place / "small", **given)
+    other = rankfold.load(place / "small", device="cpu")
+    other.model.norm.weight.data[0] += 1
+    with pytest.raises(rankfold.RankfoldError, match=r"another configuration \(its model is [0-9a-f]{32}, not"):
+        recover(other, **given)
+    with pytest.raises(rankfold.RankfoldError, match=r"another configuration \(its minutes is None, not 5"):
+        recover(place / "small", minutes=5, **given)
+
+
+def test_a_second_training_keeps_what_is_known_of_the_first(place, recovered, tmp_path):
+    found = recover(recovered.output, place / "dense", calibration="pydoc", output=tmp_path / "out", **OPTIONS)
+    assert found.record["recovery"]["earlier"] == recovered.record["recovery"]
+    texts = [rankfold.load(folder, device="cpu").config.quantization_config.fields["trained_on"] for folder in
+             (recovered.output, found.output)]  # fmt: skip
+    assert found.recovered and len(texts[0]) == 1 and texts[1] == [*texts[0], "pydoc"]
+
+
+def test_what_trainer_logs_stays(place, tmp_path, monkeypatch):
+    step = module.Distiller.training_step
+
+    def logged(self, *args, **kwargs):
+        runs = Path(self.args.output_dir) / "runs"
+        runs.mkdir(exist_ok=True)
+        (runs / "events").touch()
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.Distiller, "training_step", logged)
+    given = {"calibration": place / "manual.txt", "output": tmp_path / "out"}
+    recover(place / "small", place / "dense", **{**OPTIONS, **given, "tokens": 4096})
+    assert (tmp_path / "out" / "runs" / "events").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_is_an_error_of_one_line(place, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rankfold._utils.files.save_file", full)
+    with pytest.raises(rankfold.RankfoldError, match=r"cannot write .*best.safetensors: No space left on device"):
+        recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
+        ({"max_length": 1}, "max_length must be at least 2, got 1"),
+        ({"seed": -1}, r"a seed from 0 to 2\*\*32 - 1, got -1"),
         ({"minutes": 0}, "minutes must be more than 0"),
         ({"adapter": True}, "adapter=True writes the adapters of tune='lora'"),
         ({"loss": "mse"}, "loss must be one of 'kl', 'next-token', 'both', got 'mse'"),
@@ -399,7 +448,8 @@ def test_card_and_inspect_say_what_was_trained(recovered, tmp_path, run):
     dense, before, after = (f"{facts[key]:.2f}" for key in ("perplexity_dense", "perplexity_before", "perplexity"))
     assert trained in card and "without training" not in card
     assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 sequences" in card
-    assert "rankfold recover out-again -o out-recovered --tune all --loss kl --tokens 16384 --lr 0.001" in card
+    lines = ("compress --config out/rankfold.json -o out-again", "recover out-again --config out/rankfold.json -o ")
+    assert "".join(f"\nrankfold {line}" for line in lines) + "out-recovered\n" in card
     code, shown, _ = run(f"inspect {tmp_path / 'out'}")
     assert code in (0, None) and trained in shown and "\n  perplexity before training " in shown
     assert f"manual.txt: perplexity {before} -> {after} (dense {dense}) on 8 held-out sequences" in shown
@@ -486,6 +536,12 @@ def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, m
 @pytest.mark.parametrize(("given", "minutes"), [("90s", 1.5), ("15min", 15), ("1.5h", 90), ("2 min", 2)])
 def test_times_of_a_recovery(given, minutes):
     assert parse_minutes(given) == minutes
+
+
+def test_what_cannot_be_trained_is_not_compressed_first(place, run):
+    code, _, err = run(f"{COMPRESS} 5s -o never --seed -1")
+    assert code == 2 and "training takes a seed from 0 to 2**32 - 1, got -1" in err
+    assert not list(place.glob("never*"))
 
 
 def test_a_time_that_is_none_is_refused_and_so_is_what_cannot_be_trained(place, run):

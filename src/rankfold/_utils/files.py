@@ -65,13 +65,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_files(place: Path) -> None:
-    """Make a file, or all files of a folder, durable, whoever wrote them."""
-    if place.is_file():
-        return _sync(place)
-    for path in sorted(place.iterdir()):
-        if path.is_file():
-            _sync(path)
-    sync_folder(place)
+    """Make a file, or all that is in a folder, durable, whoever wrote it."""
+    for path in [*sorted(place.rglob("*")), place]:
+        (sync_folder if path.is_dir() else _sync)(path)
 
 
 def sweep(folder: Path) -> None:

@@ -20,7 +20,13 @@ NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "p
 NEEDED_OF_RECOVERY = {
     **dict.fromkeys(("tune", "loss", "text_column"), str),
     **dict.fromkeys(("tokens", "tokens_seen", "rank", "batch_tokens", "length", "seed"), int),
-    **{"lr": Maybe(NUMBER), "tolerance": NUMBER, "calibration": Each(NUMBER), "minutes": Maybe(NUMBER), "adapter": bool},
+    **{
+        "lr": Maybe(NUMBER),
+        "tolerance": NUMBER,
+        "calibration": Each(NUMBER),
+        "minutes": Maybe(NUMBER),
+        "adapter": bool,
+    },
 }
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 

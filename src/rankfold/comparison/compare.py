@@ -227,7 +227,7 @@ class CellRunner:
         return {
             "measures": found,
             "measure_seconds": time.perf_counter() - begin,
-            "versions": versions(),
+            "versions": versions(*(["lm_eval"] if "tasks" in found else [])),
             "environment": environment(self.source.device),
         }
 

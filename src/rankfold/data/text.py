@@ -208,11 +208,13 @@ def raw_row(line: str) -> str:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every row of a .jsonl file with the line it stands in, for messages."""
-    for number, line in enumerate(decode(path.read_bytes(), path).split("\n"), 1):
-        if line.strip():
-            where = f"line {number}"
-            yield where, json_row(line, where, path)
+    """Every row of a .jsonl file with the line it stands in, for messages; no more is read than is asked for."""
+    with path.open("rb") as file:
+        lines = (line for raw in file for line in decode(raw, path).removesuffix("\n").split("\n"))
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"line {number}"
+                yield where, json_row(line, where, path)
 
 
 def json_row(line: str, where: str, path: Path) -> Any:

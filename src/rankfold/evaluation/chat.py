@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.tokens import tokenised
-from ..errors import DataError, OptionError, first_line, option
+from ..errors import DataError, OptionError, RankfoldError, first_line, option
 from ..models.auto_classes import check_writes
 from .generation import check_sampling, generate_ids, text_after
 
@@ -105,6 +105,9 @@ class Conversation:
             )
         except KeyboardInterrupt:
             stream.end()
+        except RankfoldError:
+            self.turns.pop()  # a question without an answer
+            raise
         text = text_after(self.tokenizer, ids, torch.tensor(stream.written, dtype=ids.dtype))
         self.turns.append({"role": "assistant", "content": text})
         return text

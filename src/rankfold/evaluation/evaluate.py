@@ -1,6 +1,5 @@
 """Everything that is measured of a named model, loaded once."""
 
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def evaluate(
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
     tokenizer = load_tokenizer(model) if texts or questions or writing else None
-    result: dict[str, Any] = {"model": str(model), "versions": versions()}
+    result: dict[str, Any] = {"model": str(model), "versions": versions(*(["lm_eval"] if questions else []))}
     if texts:
         result["texts"] = texts.measure(str(model), network, tokenizer, read)
     if questions:
-        result["versions"]["lm_eval"] = metadata.version("lm_eval")
         result["tasks"] = questions.measure(network, tokenizer, processor=lambda: load_processor(model))
     if writing:
         result["generation"] = writing.measure(network, tokenizer, dense)

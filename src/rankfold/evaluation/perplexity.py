@@ -24,8 +24,8 @@ from ..models.dense_model import DenseModel
 from ..report.record import peak_device_memory_bytes, peak_memory_bytes
 
 DEFINITION = (
-    "rows joined by a blank line, tokenised once; non-overlapping windows, no token shared; exp of the mean negative "
-    "log-likelihood per predicted token (each window predicts all its tokens but the first)"
+    "non-overlapping windows, no token shared; exp of the mean negative log-likelihood per predicted token (each "
+    "window predicts all its tokens but the first)"
 )
 BATCH_TOKENS = 4096
 

@@ -174,7 +174,8 @@ class Questions:
             found = {name: _plain(name, result, scorer.cut) for name in result["results"] if name not in parts}
         if scorer.cut:
             log.warning(
-                "%d prompts with their answers (%s) are longer than the %d tokens that the model takes, and lost their beginning",
+                "%d prompts with their answers (%s) are longer than the %d tokens that the model takes, and lost their "
+                "beginning",
                 scorer.cut.total(),
                 ", ".join(scorer.cut),
                 scorer.max_length,
@@ -255,7 +256,9 @@ def _silenced() -> Iterator[None]:
 def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, tasks: str):
     from lm_eval.models.huggingface import HFLM
 
-    class Scorer(HFLM):
+    base: Any = HFLM  # which hides its arguments from type checkers
+
+    class Scorer(base):
         """lm-eval's own, but it shows how far it is, counts what it cuts, and a score that is no number stops it: it
         would count as a wrong answer, or as a right one."""
 
@@ -295,8 +298,7 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
                 self.set_cache_hook(hook)
                 yield
 
-    scorer: Any = Scorer  # which hides its arguments from type checkers
-    return scorer(
+    return Scorer(
         pretrained=network,
         tokenizer=tokenizer,
         backend="causal",

@@ -112,7 +112,8 @@ def timed_perplexity(network, windows: Tensor, text: str) -> dict:
         result = perplexity(network, windows)
     speed = windows.numel() / (time.perf_counter() - begin)
     warning = warn_of_guessing(result["nll"], network.config.get_text_config().vocab_size, text)
-    return result | {"tokens_per_second": speed, "warning": warning}
+    definition = f"rows joined by a blank line, tokenised once; {result['definition']}"
+    return result | {"definition": definition, "tokens_per_second": speed, "warning": warning}
 
 
 def evaluate_text(

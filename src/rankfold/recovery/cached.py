@@ -86,7 +86,7 @@ class CachedStates(Dataset):
         path = self.folder / IDENTITY
         if not path.exists():
             with writing(self.folder):
-                if self.folder.exists() and any(self.folder.iterdir()):
+                if self.folder.exists() and any(other.name != f"{IDENTITY}.tmp" for other in self.folder.iterdir()):
                     raise CheckpointError(f"{self.folder} holds something else; choose a new folder, or remove it")
                 self.folder.mkdir(exist_ok=True)
             return write_json(path, identity)

@@ -86,14 +86,15 @@ def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
-    head, family = model.get_output_embeddings(), architecture_of(model) if mlp_only else None
+    family = architecture_of(model) if mlp_only else None
     left_out = [f".{spec.path}." for spec in (family.attention, *family.mixers)] if family else []
+    read = set(model.get_decoder().modules())  # neither the head, nor what reads images
     found = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and module in read
         and module.weight.numel()
-        and module is not head
         and not any(path in name for path in left_out)
     ]
     if not found:

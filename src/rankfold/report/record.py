@@ -172,15 +172,15 @@ def _check(record: Any, path: Path) -> None:
             check_record(component, {"plan": {"part": str}}, path)
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {"rankfold": __version__, "python": platform.python_version(), **_packages()}
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of what the numbers depend on, and of other packages."""
+    return {"rankfold": __version__, "python": platform.python_version(), **_packages(*others)}
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
+def _packages(*others: str) -> dict[str, str]:
     """Read the metadata of packages, once: it is a mail that is parsed."""
-    return {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return {name: metadata.version(name) for name in ("torch", "transformers", "safetensors", *others)}
 
 
 def process_status(name: str) -> int | None:
