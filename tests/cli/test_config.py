@@ -81,14 +81,15 @@ def test_everything_that_is_not_as_by_default_is_repeated(tmp_path):
 
 TRAINED = {
     **{"tune": "lora", "loss": "both", "tokens": 99, "rank": 3, "lr": 0.5, "batch_tokens": 7, "tolerance": 0.1},
-    **{"seed": 4, "text_column": "body", "minutes": 2.5, "adapter": True},
+    **{"seed": 4, "text_column": "body", "minutes": None, "adapter": True},
 }
 
 
 def test_a_training_is_repeated_with_every_option_that_its_weights_depend_on(tmp_path):
-    facts = TRAINED | {"length": 16, "calibration": {"a.txt": 0.7, "b=1.txt": 0.3}}
     asked = {field.name for field in fields(Options)} | {"minutes", "adapter", "calibration"}
+    facts = TRAINED | {"length": 16, "calibration": {"a.txt": 0.7, "b=1.txt": 0.3}}
     assert set(facts) == asked  # a new option has to be repeated too
+    facts["tokens_seen"] = 77
 
     def repeated(*more: str, **other) -> dict:
         line = ["small", "-o", "again", *more]
@@ -102,6 +103,9 @@ def test_a_training_is_repeated_with_every_option_that_its_weights_depend_on(tmp
     assert {key: params[key] for key in expected} == expected | over
     params = repeated(blockwise=True, loss="states")
     assert (params["blockwise"], params["loss"]) == (True, "kl")
+    assert "lr" not in repeated(lr=None) or repeated(lr=None)["lr"] is None  # a fraction of the size of the weights
+    params = repeated(minutes=2.5)
+    assert (params["tokens"], params["minutes"]) == (77, None)  # as many, however fast this machine is
     with pytest.raises(CheckpointError, match="recovery"):
         parsed(tmp_path, {}, "small", "-o", "again", command="recover")
 

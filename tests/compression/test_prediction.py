@@ -235,6 +235,7 @@ def test_a_command_that_gives_what_shapes_do_not_read_is_refused(tmp_path, capsy
         ("--gpus 2", "--gpus would be ignored without --gpu"),
         ("--gpu 80GB --seed 1", "--gpu plans by the shapes of a config alone, --seed would be ignored"),
         ("--gpu 80GB --calibration ptb", "--calibration would be ignored"),
+        ("--gpu 80GB --shards 3", "--shards would be ignored"),
     ):
         monkeypatch.setattr(sys, "argv", ["rankfold", "plan", str(tmp_path), *line.split()])
         with pytest.raises(SystemExit) as stop:

@@ -87,6 +87,9 @@ def test_rows_of_a_raw_file_are_those_of_wikitext_2_in_the_field(tmp_path):
         text = read_text(f"{alias}:{name}", use="evaluation")
         assert text.joined() == reference
         assert text.documents == ("", " = Robert = \n", "", " Robert is an actor . \n", "", " He left . \n")
+        name = write(tmp_path / "wiki.test.raw", RAW.rstrip("\n"))  # the last row counts without its newline too
+        assert read_text(f"{alias}:{name}", use="evaluation").documents == text.documents
+        name = write(tmp_path / "wiki.test.raw", RAW)
 
 
 def test_jsonl_rows_are_documents(tmp_path):
@@ -133,6 +136,10 @@ def test_a_mixture_is_no_single_text():
 def test_reading_stops_after_the_wanted_characters(tmp_path):
     name = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 10}] * 100)
     assert len(read_text(name, characters=35).documents) == 4
+    with open(name, "ab") as file:
+        file.write(b"\xff what nobody reads")
+    assert len(read_text(name, characters=35).documents) == 4
+    jsonl(tmp_path / "a.jsonl", [{"text": "x" * 10}] * 100)
     assert len(read_text(name).documents) == 100
 
 

@@ -144,6 +144,9 @@ def test_samples_are_clamped_to_the_text_and_said(text, caplog):
         tokens = load_calibration(text(200), source(), num_samples=128, max_length=64)
     assert tokens.ids.shape == (2, 64) and tokens.held_out.shape == (1, 64)
     assert "the text fills 3 samples of 64 tokens, not 136: 2 are fitted, 1 held out" in caplog.text
+    assert tokens.describe()["num_samples_wanted"] == 128  # another draw, of 2, would hold out another one
+    whole = load_calibration(text(2000), source(), num_samples=2, max_length=64)
+    assert "num_samples_wanted" not in whole.describe()
 
 
 def test_a_text_shorter_than_a_window_gives_one_shorter_window(text, caplog):

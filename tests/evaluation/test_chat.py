@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as t
 
-from rankfold.errors import DataError, OptionError
+from rankfold.errors import DataError, NumericsError, OptionError
 from rankfold.evaluation.chat import Conversation
 from rankfold.evaluation.generation import continue_text
 from saved import save_tiny
@@ -109,6 +109,19 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_written(model, tokenize
     hook.remove()
     assert len(calls) == 4 and answer and whole.startswith(answer) and answer != whole
     assert said(talk, "again") and len(talk.turns) == 4
+
+
+def test_a_question_without_an_answer_is_not_kept(model, tokenizer):
+    talk = Conversation(model, tokenizer, max_new_tokens=4)
+    said(talk, "hello")
+    turns = list(talk.turns)
+    weight = model.model.norm.weight.data.clone()
+    model.model.norm.weight.data.fill_(torch.nan)
+    talk.ask("again")
+    with pytest.raises(NumericsError):
+        talk.answer(print)
+    model.model.norm.weight.data.copy_(weight)
+    assert talk.turns == turns and said(talk, "again") and len(talk.turns) == 4
 
 
 def test_a_sampled_answer_depends_on_the_seed_and_the_turn_alone(model, tokenizer):

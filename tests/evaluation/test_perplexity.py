@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from rankfold.errors import DataError, NumericsError
 from rankfold.evaluation.perplexity import DEFINITION, perplexity, windows_of
@@ -58,6 +58,17 @@ def test_perplexity_is_the_models_own_loss(model):
     with torch.no_grad():
         losses = [model(w[None], labels=w[None]).loss.double() for w in windows]
     assert perplexity(model, windows)["nll"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+
+
+def test_dropout_is_off_and_the_mode_stays():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 2}
+    config = OPTConfig(**shape, vocab_size=VOCABULARY, num_attention_heads=2, dropout=0.5)
+    model = OPTForCausalLM(config).train()
+    windows = windows_of(ids(64), 16)
+    found = perplexity(model, windows)
+    assert model.training and model.model.decoder.layers[0].training
+    assert found == perplexity(model, windows) == perplexity(model.eval(), windows)
 
 
 def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large(model):

@@ -198,6 +198,24 @@ def test_the_mathematics_of_mmlu_has_examples_of_its_own_subject_and_counts_ever
     assert 0 < sum(right) < len(right) == 11
 
 
+def test_prompts_that_are_cut_are_counted(tiny, tmp_path, caplog):
+    write(tmp_path, "mmlu_math_test", mathematics(2))
+    write(tmp_path, "mmlu_math_dev", mathematics(3))
+    write(tmp_path, "piqa_val", rows("piqa", n=3))
+    network, _ = tiny
+    found = evaluate_tasks(*tiny, ["piqa", "mmlu_math:2"], folder=tmp_path)
+    assert found["mmlu_math"]["truncated"] == 4 * 11 and "truncated" not in found["piqa"]
+    (line,) = caplog.messages
+    assert line.startswith("44 prompts with their answers (mmlu_") and "longer than the 128 tokens" in line
+    context = network.config.max_position_embeddings
+    network.config.max_position_embeddings = 2048
+    try:
+        found = evaluate_tasks(*tiny, ["mmlu_math:2"], folder=tmp_path)
+    finally:
+        network.config.max_position_embeddings = context
+    assert "truncated" not in found["mmlu_math"] and len(caplog.messages) == 1
+
+
 def test_mathqa_is_the_text_of_five_choices(tiny, tmp_path):
     made = [
         {

@@ -117,6 +117,15 @@ def test_the_dense_model_beside_itself_is_the_same_and_another_is_not(folder, ti
     assert small["equal"] < 1 and small["first_difference"] < writing.WRITTEN
 
 
+def test_a_baseline_with_other_tokens_is_refused(folder, tmp_path):
+    save_tiny(tmp_path / "other")
+    tokenizer = load_tokenizer(tmp_path / "other")
+    tokenizer.add_tokens(["unheard of"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(OptionError, match=r"baseline='.*other' has another vocabulary, so tokens cannot be compared"):
+        evaluate(folder, writing=Writing(limit=1, baseline=str(tmp_path / "other")), device="cpu")
+
+
 def test_out_of_range(tmp_path):
     with pytest.raises(OptionError, match="limit must be >= 1, got 0"):
         Writing(limit=0).prompts()

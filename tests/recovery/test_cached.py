@@ -93,6 +93,9 @@ def test_what_belongs_to_others_is_refused(saved, tmp_path):
         make(texts={"a": {"sha256": "1"}}, seed=1)
     with pytest.raises(rankfold.RankfoldError, match=r"\(its texts.a.sha256 is 1, not 2\); choose a new folder"):
         make(texts={"a": {"sha256": "2"}})
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "cache.json.tmp").touch()
+    make("killed")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
     with pytest.raises(rankfold.RankfoldError, match="full holds something else"):
