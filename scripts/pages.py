@@ -23,8 +23,8 @@ MADE = "This page is made by `python scripts/pages.py`."
 
 MODELS = f"""# Models
 
-A model has one part or several; `--component` chooses one. The family of a part is the `model_type` of its config.
-LLaVA, LLaVA-NeXT, Idefics 3 and SmolVLM take a language model of any family; the one that transformers makes by
+A model has one component or several; `--component` chooses one. The family of a component is the `model_type` of its
+config. LLaVA, LLaVA-NeXT, Idefics 3 and SmolVLM take a language model of any family; the one that transformers makes by
 default is shown.
 
 - **mlp**: hidden units are removed, of every expert where there are experts.
@@ -42,11 +42,13 @@ data](add-an-architecture.md). {MADE}
 """
 # What a reader should know of a method before its options.
 USE = {
-    "rankfold": "Take it first: it loses least on text of the calibration set and on other text. "
+    "rankfold": "Take it first: it loses least on SmolLM2, Qwen2.5-Coder, Gemma 3 and opt-6m. On the very small "
+    "stories260K `modegpt` is better. "
     "[How it works](method.md).",
     "modegpt": "Take it where one calibration serves many compressions, or where its form in the paper is wanted "
     "([differences](papers.md#modegpt-arxiv240809632)). [How it works](concepts.md#what-is-compressed).",
-    "latentllm": "Take it for a narrow cache or for factors of 4 or 8 bits. [How it works](latentllm.md).",
+    "latentllm": "Take it for a narrow cache of models without rotary embedding, or for factors of 4 or 8 bits. "
+    "[How it works](latentllm.md).",
 }
 BASES = ("latentllm", "modegpt")  # whose options others have, with other defaults
 METHODS_HEAD = f"""# Methods

@@ -297,9 +297,9 @@ def draft(record: dict) -> list[str]:
 
     pays = [row["name"] for row in rows if row["ratio quartiles"][0] > 1]
     said = (
-        f"Faster than no draft in three of four rounds: {', '.join(pays)}."
+        f"Faster than no draft, by the lower quartile of rounds: {', '.join(pays)}."
         if pays
-        else ("It does not pay: no draft is faster than none in three of four rounds.")
+        else "It does not pay: no draft is faster than none."
     )
     calibration, prompts = config["calibration"], config["prompts"]
     asked = f"- {windows(prompts)} of `{prompts['source']}`, {config['tokens']} tokens written after each"

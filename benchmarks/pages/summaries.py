@@ -31,9 +31,9 @@ QUESTIONS = {
         ),
         "lowrankarena": (
             "What is kept by the rules of a public comparison?",
-            "Read it beside that comparison's table.",
+            "Read it next to that comparison's table.",
         ),
-        "gates": ("Does every method keep what it kept before?", "Contributors: `make gates` measures it again."),
+        "gates": ("Does every method keep what it must?", "Contributors: `make gates` measures it again."),
     },
     "Speed, memory and cost": {
         "speed": (
@@ -43,7 +43,10 @@ QUESTIONS = {
         "decode": ("How much faster is decoding, a token at a time?", "Read it if you chat or serve."),
         "module_speed": ("Which module makes a model faster when compressed?", "Read it to choose `--modules`."),
         "kv_cache": ("How much smaller is the key/value cache?", "Read it for long contexts."),
-        "draft": ("Does a compressed model pay as the draft of its parent?", ""),
+        "draft": (
+            "Does a compressed model pay as the draft of its parent?",
+            "Read it before you decode speculatively.",
+        ),
         "complexity": ("Do operations and cache fall as the weights do?", "Read it to plan by FLOPs."),
         "compression_cost": ("How long does compressing take?", "Read it to estimate a run."),
         "memory": ("How much memory does a streamed run take?", "Read it if the model is larger than your memory."),

@@ -1,4 +1,4 @@
-"""rankfold: shrink any Hugging Face language model in minutes, without training.
+"""rankfold: shrink Hugging Face language models in minutes, without training.
 
 ::
 

@@ -113,7 +113,7 @@ def compress(
             (:func:`rankfold.quality.compress_to_keep`).
         method: name of a method, or a configured one such as ``rankfold.MoDeGPT(sparsity=0.3, modules=("mlp",))``.
         calibration: what the model is measured on, see :func:`load_calibration`; by default ``mixture``: encyclopedia,
-            web text and source code.
+            web text, source code and other languages.
         output: folder to write, block by block. The same call goes on where a killed one was. ``None``: in memory only.
         moments: of the dense model, from :func:`calibrate` or the folder it wrote; in place of ``calibration``. Implies
             ``mode="one-pass"``.

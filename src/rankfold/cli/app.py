@@ -28,7 +28,7 @@ from .command import Command, Commands
 
 app = typer.Typer(
     cls=Commands,
-    help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
+    help="Shrink Hugging Face language models in minutes, without training, and load the result with from_pretrained.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -64,7 +64,7 @@ def setup(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Shrink any Hugging Face language model in minutes, without training, and load the result anywhere."""
+    """Shrink Hugging Face language models in minutes, without training, and load the result with from_pretrained."""
     context.with_resource(called_by("compare" if context.invoked_subcommand == "compare" else "command"))
     level = logging.INFO if is_first() else logging.CRITICAL
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

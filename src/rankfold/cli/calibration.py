@@ -41,7 +41,10 @@ class CalibrationOptions:
         "text"
     )
     shards: Annotated[
-        int | None, typer.Option(help="Parts measured one by one, which processes share. Default: one a process.")
+        int | None,
+        typer.Option(
+            help="Parts of the samples that are summed one by one; processes share them. Default: one a process."
+        ),
     ] = None
 
     def of_components(self, names: list[str]) -> dict[str, "CalibrationOptions"]:

@@ -44,13 +44,13 @@ def command(
     speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
     baseline: Annotated[
         str | None,
-        o.of_measurements(help="Another model: its text is compared with, and speeds are over its."),
+        o.of_measurements(help="Another model, mostly the dense one, to compare text and speed with."),
         MayBePath(),
         Needs(("speed", "generation")),
     ] = None,
     batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time."), Needs(("speed",))] = "1,8,32",
     stream: Annotated[
-        bool, o.of_model("--stream", help="Read one block at a time, for texts: of a model larger than memory.")
+        bool, o.of_model("--stream", help="With --text: load one block at a time, for models larger than memory.")
     ] = False,
     json: o.Json = False,
 ) -> None:

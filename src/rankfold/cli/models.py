@@ -69,14 +69,14 @@ def _one(model: str, part: str | None, json: bool) -> None:
 
 
 def rows_of_models() -> list[dict[str, str]]:
-    """Return a row for every part of every model that is known by name."""
+    """Return a row for every component of every model that is known by name."""
     from ..architectures import MODELS
 
     return [_part_row(model, part, family) for model in MODELS for part, family in model.parts.items()]
 
 
 def _part_row(model: "NamedModel", part: str, family: str) -> dict[str, str]:
-    named = {"model": model.name, "model_type": model.model_type, "part": part, "family": family}
+    named = {"model": model.name, "model_type": model.model_type, "component": part, "family": family}
     if part == "projector":
         return named | {"mlp": "units", "qk": "-", "vo": "-"}
     from ..architectures import known_architectures

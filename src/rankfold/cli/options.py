@@ -31,6 +31,11 @@ Model = Annotated[
     ),
     MayBePath(),
 ]
+Compressed = Annotated[
+    str,
+    typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.", rich_help_panel="Model"),
+    MayBePath(),
+]
 Revision = Annotated[str | None, of_model(help="Branch, tag or commit of a hub id, as in owner/name@revision.")]
 Device = Annotated[str, of_model(help="auto, cpu, cuda or mps.")]
 Dtype = Annotated[str, of_model(help="auto (as stored), float32, bfloat16 or float16.")]
@@ -64,7 +69,7 @@ TargetSize = Annotated[
 KeepQuality = Annotated[
     float | None,
     of_method(
-        help="Instead of --sparsity: fraction of a held-out token's likelihood to keep, e.g. 0.95. Two runs or so."
+        help="Instead of --sparsity: share of a held-out token's likelihood to keep, e.g. 0.95. Compresses twice."
     ),
     Excludes(
         ("sparsity", "components", "recover", "gpu"),
@@ -89,7 +94,7 @@ Limit = Annotated[
 Generation = Annotated[
     bool,
     of_measurements(
-        "--generation", help="What it writes: exact answers, repetition, how long the text is the dense model's."
+        "--generation", help="What it writes: exact answers, repetition, tokens that equal the dense model's."
     ),
 ]
 Moments = Annotated[

@@ -34,7 +34,7 @@ def parse_minutes(time: str | None) -> float | None:
 
 
 def command(
-    model: o.Model,
+    model: o.Compressed,
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder to write; an unfinished run goes on.")],
     config: Recovery = None,
     teacher: Annotated[
@@ -49,7 +49,7 @@ def command(
     ] = TEXTS,
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
-        o.of_training(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),
+        o.of_training(help="What is trained: all weights but embeddings, adapters on all or on MLP layers, or norms."),
     ] = "all",
     loss: Annotated[
         Literal["kl", "next-token", "both"],
@@ -70,11 +70,14 @@ def command(
         bool, o.of_output("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
     ] = False,
     blockwise: Annotated[
-        bool, o.of_training("--blockwise", help="One block in memory with its optimiser, towards the dense one.")
+        bool,
+        o.of_training("--blockwise", help="Train one block at a time to match the dense one; needs little memory."),
     ] = False,
     cache_logits: Annotated[
         Path | None,
-        o.of_training(help="Folder for what the dense model predicts, computed once; it leaves memory then."),
+        o.of_training(
+            help="Folder for the dense model's predictions: computed once, then the dense model is unloaded."
+        ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool, o.of_training("--gradient-checkpointing", help="Less memory, one more forward.")
@@ -89,9 +92,9 @@ def command(
 ) -> None:
     """Train a compressed model for a few minutes by distillation.
 
-    It learns to predict what the dense model predicts, and never comes out worse. Held-out text is scored before,
-    during and after, and the best state is kept. Where no text gains, or one loses more than the tolerance, the model
-    that went in is written, and the exit code is 3.
+    It learns to predict what the dense model predicts. Held-out text is scored before, during and after, and the best
+    state is kept. Where the texts do not gain on average, one loses more than the tolerance, or a kind of probe text
+    loses more than 25 %, the model that went in is written, and the exit code is 3.
 
     \b
     rankfold recover small -o better --minutes 15
