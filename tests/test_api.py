@@ -143,6 +143,7 @@ def test_moments_take_the_place_of_calibration(place, tmp_path):
     assert same(first, rankfold.compress(place / "model", calibration=IDS, mode="one-pass", **HOW).model)
     planned = rankfold.plan(place / "model", moments=tmp_path / "moments", **HOW)
     assert all(module.relative_error is not None for module in planned.modules)
+    assert rankfold.plan(place / "model", calibration=moments, **HOW).modules == planned.modules
     with pytest.raises(OptionError, match="give either calibration data or moments, not both"):
         rankfold.compress(place / "model", calibration=IDS, moments=moments, **HOW)
 

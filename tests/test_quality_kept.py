@@ -90,6 +90,8 @@ def test_a_plan_is_that_of_the_first_run(source):
     assert curve(0.3) < curve(0.6) < curve(0.8)  # and behind the end of what was measured
     with pytest.raises(OptionError, match="keep_quality=0.8 is predicted on the curves of allocation measured"):
         rankfold.plan(source, keep_quality=0.8, method="modegpt", calibration=data)
+    with pytest.raises(OptionError, match="got greedy"):  # which measures, but no curves
+        rankfold.plan(source, keep_quality=0.8, method="sleb", calibration=data)
 
 
 def test_what_no_sparsity_keeps_is_said(source, tmp_path):

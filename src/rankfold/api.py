@@ -141,8 +141,7 @@ def compress(
     """
     goal = _goal(sparsity, target_size, keep_quality)
     method = _configured(compress, method, sparsity, options)
-    if isinstance(calibration, MomentStore) and moments is None:
-        calibration, moments = None, calibration
+    calibration, moments = _measured_by(calibration, moments)
     if calibration is None and moments is None:
         calibration = DEFAULT_TEXT
     pipeline.check_request(method, calibration, moments, mode, output)
@@ -227,6 +226,7 @@ def plan(
         raise OptionError(
             f"gpus is of a plan for accelerators that are not here, got {gpus}; give gpu too, or leave it out"
         )
+    calibration, moments = _measured_by(calibration, moments)
     moments, source = _stored(moments, offload), _opened(model, tokenizer, component, dtype, device, revision, offload)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
@@ -393,6 +393,11 @@ def _shaped(model: AnyModel | PretrainedConfig) -> str | Path | PretrainedConfig
         model = model.model
     # A transformers model has a config.
     return model.config if isinstance(model, nn.Module) else model  # pyright: ignore[reportReturnType]
+
+
+def _measured_by(calibration: Any, moments: MomentStore | str | Path | None) -> tuple[Any, Any]:
+    """Return the calibration set and the moments; these may be given as what calibrates."""
+    return (None, calibration) if isinstance(calibration, MomentStore) and moments is None else (calibration, moments)
 
 
 def _stored(moments: MomentStore | str | Path | None, offload: str | Path | None) -> MomentStore | None:

@@ -134,7 +134,7 @@ def method_to_keep(
     Raises:
         OptionError: the allocation measures no curves to predict it by.
     """
-    if not method.allocation.needs_text:
+    if not isinstance(method.allocation, Measured):
         raise OptionError(
             f"the sparsity for {option('keep_quality', keep_quality)} is predicted on the curves of allocation "
             f"measured, got {method.allocation}; compress, which finds it by trying, "

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rankfold.allocation import Influence, ModuleInfluence
 from rankfold.allocation.ranks import allocate, removable
+from rankfold.allocation.sparsities import round_sparsities
 from rankfold.errors import OptionError
 from rankfold.methods import MoDeGPT, PrunableModule
 
@@ -145,6 +146,16 @@ def test_the_module_with_the_finest_steps_makes_up_for_the_others():
         for n in range(1, 7):
             gap = rest * n / 6 - sum(ranks[b, "mlp"] for b in range(n)) * 96
             assert -1e-6 < gap < 8 * 96 + 1e-6
+
+
+def test_a_module_without_a_choice_is_not_the_one_with_the_finest_steps():
+    units = [u for u in model(4, hidden=100, multiple=1) if u.module == "mlp"]
+    units += [unit(b, "qk", 64, 100) for b in range(4)]
+    stuck = [PrunableModule(b, "vo", (64,), (6400,)) for b in range(4)]
+    budget = sum(round(0.8 * u.dense) for u in units)
+    expected = round_sparsities(units, [0.2] * len(units), budget)
+    found = round_sparsities([*units, *stuck], [0.2] * len(units) + [0.0] * 4, budget + dense(stuck))
+    assert {expected[b, "qk"] for b in range(4)} == {48} and expected == {key: found[key] for key in expected}
 
 
 def test_protected_blocks_and_weights_elsewhere_raise_the_sparsity_of_all_modules_alike():

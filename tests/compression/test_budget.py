@@ -151,6 +151,16 @@ def test_each_budget_is_met_and_not_by_much(name, budget):
     assert 0 <= removed - asked < 0.02 * counted and asked >= METHODS[name].sparsity * counted > asked - 1
 
 
+def test_blocks_of_one_shape_with_other_ranks_have_prices_of_their_own():
+    """The first and the last block of SliceGPT have a border that those between have not."""
+    dense = opened("llama", blocks=4)
+    found = rankfold.compress(dense, 0.2, method="slicegpt", calibration=tokens(), budget="bytes", rank_multiple=1)
+    before, after = (sum(p.nbytes for p in model.model.layers.parameters()) for model in (dense.model, found.model))
+    assert found.plan.budget["removed"] == before - after
+    step = found.plan.budget["removed"] - found.plan.budget["asked"]
+    assert 0 <= step < found.plan.budget["counted"] / 16  # a step of the width, of 32
+
+
 @pytest.fixture(scope="module", params=["parameters", "bytes", "flops", "latency"])
 def priced(request):
     """Return the ranks under a budget; times by a clock that adds up what was built."""
@@ -235,7 +245,7 @@ def test_a_run_that_goes_on_takes_the_times_it_has(tmp_path, monkeypatch):
         rank_options(source, method, kept)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "qwen3", "phi3", "gemma2", "falcon-alibi"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "qwen3", "phi3", "gemma2", "falcon-alibi", "gpt_neox"])
 def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)

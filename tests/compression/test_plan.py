@@ -53,3 +53,14 @@ def test_codes_in_a_junction_that_rounds_badly_are_warned_of():
         assert f"Codes of 4 bits lose much more in junction={junction}" in notes(bits=4, junction=junction)
     for options in ({"bits": 5, "junction": "lu"}, {"junction": "lu"}, {"bits": 4}, {"bits": 4, "junction": "right"}):
         assert "Codes of" not in notes(**options)
+
+
+@pytest.mark.parametrize("modules", [("qk", "vo"), ("mlp", "qk", "vo")])
+def test_more_than_was_asked_for_is_explained_by_the_width_of_heads(modules):
+    method = rankfold.MoDeGPT(sparsity=0.02, head_dim=4, target="stock", modules=modules)
+    plan = rankfold.plan(opened("llama"), method=method)
+    removed = plan.budget["removed"] / plan.budget["counted"]
+    assert (
+        f"{removed:.1%} is removed, more than the 2.0% asked for: the width of heads that was asked for takes"
+        in str(plan.budget["excess"])
+    )

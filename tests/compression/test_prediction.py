@@ -199,6 +199,17 @@ def test_every_method_is_planned_or_chooses_by_numbers(subtests):
     assert refused == {"shortgpt", "sleb", "zs-svd"}
 
 
+def test_ranks_of_an_allocation_in_place_of_another_are_its_own():
+    """Only what is measured may remove a whole module."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = t.LlamaConfig(**shape, num_hidden_layers=4, vocab_size=96, max_position_embeddings=64)
+    measured, uniform = (
+        rankfold.plan(small, method=rankfold.Rankfold(sparsity=0.5, rank_multiple=16, **more), gpu="80GB")
+        for more in ({"allow_module_removal": True}, {"allocation": "uniform"})
+    )
+    assert measured.hardware["allocation"] == "uniform" and measured.modules == uniform.modules
+
+
 def test_the_largest_model_there_is_takes_seconds():
     plan = rankfold.plan(t.DeepseekV3Config(dtype="bfloat16"), 0.3, gpu="80GB")
     assert 6.7e11 < plan.parameters < 6.72e11 and plan.sparsity == pytest.approx(0.3, abs=1e-3)

@@ -78,6 +78,7 @@ def test_a_sparse_layer_is_the_dense_one_in_every_dtype(dtype, autocast, bias):
     exact = x @ csr.to_dense().T + (state["bias"].detach().float() if bias else 0)
     loose = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.03}[found.dtype]
     torch.testing.assert_close(found.float(), exact, rtol=loose, atol=loose)
+    assert module(torch.zeros(2, 0, 300, dtype=dtype)).shape == (2, 0, 6)  # an expert that no token goes to
 
 
 @pytest.mark.parametrize(

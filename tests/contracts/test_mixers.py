@@ -36,8 +36,7 @@ def model_of(family: str):
 
 
 def options_of(method: str) -> dict:
-    """A block with attention stays: transformers' cache counts tokens by one."""
-    return {"exclude_blocks": (1,)} if method == "shortgpt" else {"rank_multiple": 2}
+    return {} if method == "shortgpt" else {"rank_multiple": 2}
 
 
 @pytest.fixture(scope="module", params=[(family, method) for family in CONFIGS for method in METHODS], ids=":".join)
@@ -122,6 +121,24 @@ def test_only_attention_caches_keys_and_values(family):
     plan = rankfold.plan(dense, 0.2, method="modegpt", calibration=tokens(), modules=("mlp",))
     assert plan.kv_bytes_per_token == plan.kv_bytes_per_token_after == 4 * cached_numbers(dense) > 0
     assert cache_bytes(dense) == plan.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("method", ["modegpt", "latentllm", "flap", "shortgpt"])
+def test_bytes_and_the_cache_after_are_those_of_the_result(family, method):
+    dense, options = model_of(family), options_of(method)
+    size = int(0.9 * sum(p.numel() * p.element_size() for p in dense.parameters()))
+    found = rankfold.compress(dense, target_size=size, method=method, calibration=tokens(), **options)
+    stored = {x.data_ptr(): x.nbytes for x in found.model.state_dict().values()}  # a tied head once
+    assert sum(stored.values()) == found.plan.bytes_after <= size
+    assert found.plan.kv_bytes_per_token_after == cache_bytes(found.model)
+
+
+def test_the_last_attention_is_not_removed():
+    """The cache of transformers reads off it how long a text is."""
+    dense = model_of("lfm2")
+    plan = rankfold.compress(dense, 0.7, method="shortgpt", calibration=tokens()).plan
+    assert [module.block for module in plan.modules if module.rank] == [3]
 
 
 @pytest.mark.parametrize("family", CONFIGS)

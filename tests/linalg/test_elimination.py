@@ -10,7 +10,7 @@ from modegpt_problems import MLP, mlp, query_key
 from problems import KINDS
 
 from rankfold.linalg.column_row import eliminate_pairs, pair_up, unit_scores
-from rankfold.linalg.elimination import eliminate_groups, eliminate_units
+from rankfold.linalg.elimination import eliminate_groups, eliminate_units, elimination
 from rankfold.linalg.nystrom import nystrom
 
 F64 = torch.float64
@@ -97,6 +97,23 @@ def test_a_massive_collinear_group_does_not_leave_together(seed):
     assert not set(paper.keep.tolist()) & {0, 1, 2}
     assert relative(p, ours.keep) < 0.02 < 0.5 < relative(p, paper.keep)
     assert ours.relative_error == pytest.approx(relative(p, ours.keep), rel=0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 10, 14])
+def test_nothing_is_removed_twice_where_few_units_are_left(rank):
+    """Units whose losses differ by orders of magnitude, of which the last ones depend on each other."""
+    F, last, tied = 1536, 19, 3
+    g = torch.Generator().manual_seed(last)
+    C, W = torch.eye(F, dtype=F64), torch.zeros(8, F, dtype=F64)
+    torch.randn(last - tied, last - tied, dtype=F64, generator=g)
+    mixed = torch.randn(tied, last - tied, dtype=F64, generator=g) / (last - tied) ** 0.5
+    rows = torch.cat([torch.eye(last - tied, dtype=F64), mixed])
+    C[-last:, -last:] = rows @ rows.T
+    W[:, -last:] = torch.randn(8, last, dtype=F64, generator=g)
+    P = torch.linalg.inv(C + 1e-6 * torch.eye(F, dtype=F64))
+    found = elimination(W, P, rank=rank)
+    assert len(found.order) == len(set(found.order.tolist())) == F - rank
+    assert min(found.losses) > -1e-9 and nystrom(W, C, rank=rank, ridge=1e-6).W_down.shape == (8, rank)
 
 
 def test_units_that_nobody_reads_go_first():

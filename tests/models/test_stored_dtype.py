@@ -119,3 +119,16 @@ def test_a_file_of_the_name_of_a_single_one_is_read_before_an_index(tmp_path):
     shutil.copy(tmp_path / "single", folder / "model.safetensors")
     assert t.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.float32
     assert rankfold.open_model(folder, device="cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_whole_model_is_rounded_as_its_blocks_are(in_memory, tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    source = rankfold.open_model(model if in_memory else tmp_path, dtype="bfloat16", device="cpu")
+    weights = source.whole_model().state_dict()
+    assert all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in weights.values())
+    for index in range(len(source)):
+        for name, weight in source.block(index).module.state_dict().items():
+            assert torch.equal(weights[f"model.layers.{index}.{name}"].float(), weight.float())
+    assert not in_memory or any(not torch.equal(p, p.bfloat16().float()) for p in model.parameters())  # as it was

@@ -52,7 +52,10 @@ def round_sparsities(units: list[PrunableModule], phi: list[float], budget: int)
     cannot absorb it, all modules diffuse their remainders.
     """
     wanted = [(1 - share) * unit.dense for share, unit in zip(phi, units, strict=True)]
-    finest = min(dict.fromkeys(u.module for u in units), key=lambda m: max(_step(u) for u in units if u.module == m))
+    choosable = [u for u in units if len(u.ranks) > 1] or units
+    finest = min(
+        dict.fromkeys(u.module for u in choosable), key=lambda m: max(_step(u) for u in choosable if u.module == m)
+    )
     level = [_nearest(u.sizes, size) for u, size in zip(units, wanted, strict=True)]
     fine = [i for i, u in enumerate(units) if u.module == finest]
     rest = budget - sum(u.sizes[level[i]] for i, u in enumerate(units) if u.module != finest)

@@ -13,6 +13,9 @@ IGNORED = ("layer_idx", "layer_id", "training", *RULES)  # a place in the cache;
 def blocks_that_stay(source) -> frozenset[int]:
     """Blocks that cannot be removed, because one that took their place would be made into something else.
 
+    Where some blocks have something else in place of attention, the last one with attention stays, too: the cache of
+    transformers reads off it how long a text is.
+
     What a block is made of is compared, sizes and settings, between the model and one of its class whose config lacks a
     block at either end. So every setting that depends on a block's number is found, whatever its name.
 
@@ -21,7 +24,7 @@ def blocks_that_stay(source) -> frozenset[int]:
 
     Cost: the model is built a few times without weights.
     """
-    stay = set(named_blocks(source))
+    stay = set(named_blocks(source)) | _last_attention(source)
     while free := [block for block in range(len(source)) if block not in stay]:
         blocked = {gone for gone in {free[0], free[-1]} if _takes_its_place(source, gone)}
         if not blocked:
@@ -31,6 +34,11 @@ def blocks_that_stay(source) -> frozenset[int]:
         f"every block of this {source.architecture.model_type} has a number that it depends on, so none can be "
         f"removed; use a method that makes blocks smaller, such as {option('method', 'rankfold')}"
     )
+
+
+def _last_attention(source) -> set[int]:
+    with_attention = [view.index for view in source.meta_blocks() if view.attention.cached]
+    return set(with_attention[-1:]) if len(with_attention) < len(source) else set()
 
 
 def _takes_its_place(source, gone: int) -> bool:

@@ -198,7 +198,7 @@ def _priced(source: DenseModel, units: list[PrunableModule], size: Size) -> list
     priced = []
     for unit in units:
         view = source.meta_block(unit.block)
-        key = likeness(view), unit.module
+        key = likeness(view), unit.module, unit.ranks, unit.sizes  # blocks at an end may have other ranks
         if key not in found:
             found[key] = _falling(unit.ranks, [size(view, unit, rank) for rank in unit.ranks])
         ranks, sizes = found[key]

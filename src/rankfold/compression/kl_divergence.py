@@ -8,6 +8,7 @@ ranks the effect grows like the squared error; where a whole module may go, that
 resident at a time; beside the dense stream as many short ones as there were trials so far go through it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +41,7 @@ from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of, tokens_in
 from ..data.calibration_data import CalibrationData
 from ..data.probes import KINDS, one_of_each
-from ..errors import CheckpointError, OptionError, method_option
+from ..errors import CheckpointError, NumericsError, OptionError, method_option
 from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
@@ -72,6 +73,11 @@ class Sensitivity:
     def costs(self) -> dict[int, float]:
         """Return rank -> nats per token: between ranks the effect grows like the squared error."""
         on_curve = self.tried[0]
+        if not all(map(math.isfinite, (*self.effects.values(), *self.curve.values()))):
+            raise NumericsError(
+                f"compressing {self.module.module} of block {self.module.block} alone changes the predictions by NaN; "
+                f"give the model in float32, or take {method_option('allocation', 'uniform')}"
+            )
         effect, known = self.effects[on_curve], self.curve[on_curve]
         found = {rank: effect * error / known if known > 0 else 0.0 for rank, error in self.curve.items()}
         if self.module.ranks[0] == 0:  # what is removed with another module is counted there

@@ -89,7 +89,10 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
     if removed - asked <= ROUNDING * counted:
         return None
     smaller = [unit for unit in units if ranks[unit.key] < unit.ranks[-1]]
-    if any(unit.module == BLOCK for unit in smaller):
+    fixed = sum(unit.dense - unit.size(ranks[unit.key]) for unit in units if unit.fixed)
+    if fixed > asked:
+        reason = f"the width of heads that was asked for takes {fixed / counted:.1%}"
+    elif any(unit.module == BLOCK for unit in smaller):
         least = min(unit.dense for unit in smaller if unit.module == BLOCK)
         reason = f"whole blocks are removed, and the smallest of these is {least / counted:.1%}"
     elif method.one_rank:

@@ -52,7 +52,7 @@ def predict(source: Outline, method: Method, calibration: dict[str, Any], card: 
     source.memory_bytes = card.bytes
     options = rank_options(source, method)
     check(options, method)
-    allocated, own = _allocated(options, method)
+    allocated, own = _allocated(source, options, method)
     mine = _shared_out(calibration, count)
     the_plan = build_plan(source, method, allocated, {}, mine)
     machine = Machine(lambda *given: rates_on(card, count, *given), card.seconds_for, count)
@@ -93,7 +93,7 @@ class _NoNumbers:
         raise _NumbersMissing
 
 
-def _allocated(options: RankOptions, method: Method) -> tuple[Allocated, bool]:
+def _allocated(source: Outline, options: RankOptions, method: Method) -> tuple[Allocated, bool]:
     """Choose ranks, and tell whether the method's own allocation did."""
     try:
         return allocate_ranks(options, method, method.allocation.measure(_NoNumbers())), True
@@ -104,7 +104,8 @@ def _allocated(options: RankOptions, method: Method) -> tuple[Allocated, bool]:
             f"method {method.name} chooses what to remove by numbers of the model, which a config does not have; give "
             f"the model without {option('gpu')}, or another {option('method')}"
         )
-    return allocate_ranks(options, replace(method, allocation=Uniform())), False
+    uniform = replace(method, allocation=Uniform())  # which may have other ranks
+    return allocate_ranks(rank_options(source, uniform), uniform), False
 
 
 def _shared_out(calibration: dict[str, Any], count: int) -> dict[str, Any]:

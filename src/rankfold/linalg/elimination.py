@@ -77,7 +77,7 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     remaining, removed, order, losses = F - rank, 0, [], []
     while remaining:
         loss = torch.where(alive, torch.linalg.vector_norm(out, dim=1).square() / inverse.diagonal, torch.inf)
-        lowest = loss.topk(min(1 + max(1, F // STEPS), len(units)), largest=False)
+        lowest = loss.topk(min(1 + max(1, F // STEPS), remaining + rank), largest=False)  # of those that are left
         group, limit = lowest.indices[:-1], lowest.values[-1]
         chosen, costs = _one_by_one(out[group].T, inverse.entries(group, group), limit, remaining)
         J = group[chosen]

@@ -145,7 +145,7 @@ class Method(MethodConfig):
         A module that ``ranks`` leaves out is dense, so that a budget can price one module; rank 0 is what remains
         without it.
         """
-        raise NotImplementedError
+        return view.attention.cached
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         """Count the work of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""

@@ -194,14 +194,17 @@ class DenseModel:
         Raises:
             CheckpointError: the weights cannot be read.
         """
-        if self.is_resident:
+        as_stored = self.dtype == self.compute_dtype
+        if self.is_resident and as_stored:
             return self.model
-        if self.weights is None:
+        if self.weights is None or self.is_resident:
             whole = copy.deepcopy(self.model)
         elif self.weights.place.is_file():
             whole = read_gguf(self.weights.place, self.compute_dtype)
         else:
             whole = read_whole(self.weights.place, self.model.config, self.compute_dtype)
+        if not as_stored:  # blocks are rounded, too
+            nn.Module.to(whole, self.dtype).to(self.compute_dtype)
         return nn.Module.to(whole, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ class SparseCorrection(nn.Module):
             per_sample_weights=self.values.to(x.dtype),
             include_last_offset=True,
         )
-        return y.T.reshape(*x.shape[:-1], -1)
+        return y.T.reshape(*x.shape[:-1], len(self.starts) - 1)
 
 
 class SparseLinear(nn.Module):

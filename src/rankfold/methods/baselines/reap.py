@@ -81,9 +81,6 @@ class REAP(Method):
         whole = sum(tensor.numel() for name, (tensor, _) in _of_experts(view).items() if name in parameters)
         return (ranks[EXPERT_COUNT] - view.experts.count) * (whole // view.experts.count), 0
 
-    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return view.attention.cached
-
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         """Count the experts' outputs, of tokens as if there were as many as 128 samples of 2,048."""
         experts: ExpertsView | None = view.experts

@@ -101,9 +101,6 @@ class TwoOfFour(Method):
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         return 0, 0
 
-    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return view.attention.cached
-
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found = Work()
         for module in (module for module, rank in ranks.items() if rank < GROUP):

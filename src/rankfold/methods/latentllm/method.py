@@ -228,6 +228,8 @@ class LatentLLM(NarrowingMethod):
         return "".join(m for m in free if m in ranks and ranks[m] < min(width, there[m].full))
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
+        if view.attention.spec.beyond:
+            return view.attention.cached
         cached = self.cached_latents(view, ranks)
         width = view.attention.kv_heads * view.attention.head_dim
         if self.shared_qkv and cached:

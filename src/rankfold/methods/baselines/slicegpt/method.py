@@ -57,9 +57,6 @@ class SliceGPT(NarrowingMethod):
             return 0, 0
         return Shapes.of(view).parameters(rank) - sum(p.numel() for p in view.module.parameters()), 0
 
-    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return 2 * view.attention.kv_heads * view.attention.head_dim
-
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         return slicing_work(view, ranks[STREAM])
 

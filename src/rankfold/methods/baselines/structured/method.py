@@ -91,7 +91,8 @@ class Slicing(NarrowingMethod):
         return change, 0
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return 2 * view.attention.head_dim * ranks.get("heads", view.attention.kv_heads)
+        lost = view.attention.kv_heads - ranks["heads"] if "heads" in ranks else 0
+        return view.attention.cached - 2 * view.attention.head_dim * lost
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         there, found = sliceable(view), Work()
