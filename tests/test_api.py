@@ -135,6 +135,13 @@ def test_a_finished_run_that_lacked_its_name_gives_the_same_plan(place, tmp_path
     )
 
 
+def test_a_local_model_in_memory_is_named_by_its_folder(place, monkeypatch):
+    monkeypatch.chdir(place.parent)
+    for name in (str(place / "model"), f"{place.name}/model"):  # the latter could be a hub id
+        model = t.AutoModelForCausalLM.from_pretrained(name)
+        assert rankfold.compress(model, calibration=IDS, **HOW).record["base_model"] == "model"
+
+
 def test_moments_take_the_place_of_calibration(place, tmp_path):
     moments = rankfold.calibrate(place / "model", IDS, tmp_path / "moments")
     ways = [{"moments": moments}, {"moments": tmp_path / "moments"}, {"calibration": moments}]

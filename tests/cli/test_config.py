@@ -79,6 +79,11 @@ def test_everything_that_is_not_as_by_default_is_repeated(tmp_path):
     assert images["max_length"] == CalibrationOptions().max_length
 
 
+def test_a_record_of_a_local_model_asks_for_its_path(tmp_path):
+    with pytest.raises(OptionError, match="a record has of a local model the name only; give MODEL too"):
+        parsed(tmp_path, record_of(make_method("modegpt"), base_model="of mine"))
+
+
 TRAINED = {
     **{"tune": "lora", "loss": "both", "tokens": 99, "rank": 3, "lr": 0.5, "batch_tokens": 7, "tolerance": 0.1},
     **{"seed": 4, "text_column": "body", "minutes": None, "adapter": True},

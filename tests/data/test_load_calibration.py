@@ -4,6 +4,7 @@ import itertools
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -368,3 +369,21 @@ def test_moments_of_an_earlier_version_are_read_and_continued(model, tmp_path):
     (tmp_path / "old" / "block-00001.safetensors").unlink()
     continued = rankfold.calibrate(model, data, tmp_path / "old", statistics={"mlp_hidden"})
     assert not continued.missing(len(model)) and not rankfold.MomentStore.open(tmp_path / "old").missing(len(model))
+
+
+def test_rows_and_strings_of_other_libraries_are_texts(model):
+    texts = [f"a class of {n} values and a list of them, number {n}. " * 20 for n in range(30)]
+    expected = load(texts, model)
+    for data in (
+        pandas.DataFrame({"text": texts}),
+        pandas.Series(texts),
+        np.array(texts),
+        np.array(texts, dtype=object),
+    ):
+        assert load(data, model).ids.equal(expected.ids), type(data)
+
+
+@pytest.mark.parametrize("text", ["word " * 100, "two\nlines"])
+def test_a_text_by_itself_is_told_from_a_name(text, model):
+    with pytest.raises(DataError, match="a text itself is given in a list, or as a file"):
+        load(text, model)

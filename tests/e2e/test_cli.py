@@ -60,7 +60,7 @@ def made_again(place, run, name: str) -> None:
     """Run the command in the card of a checkpoint, which makes ``NAME-again``."""
     card = (place / name / "README.md").read_text()
     (command,) = (line for line in card.splitlines() if line.startswith("rankfold compress"))
-    assert command == f"rankfold compress --config {name}/rankfold.json -o {name}-again"
+    assert command == f"rankfold compress model --config {name}/rankfold.json -o {name}-again"
     code, _, err = run(f"{command.removeprefix('rankfold ')} --device cpu")
     assert code in (0, None), err
 
@@ -102,7 +102,7 @@ def test_a_run_ends_with_what_came_out_and_the_next_commands(small, place, run):
     from rankfold.report.record import read_record
 
     code, out, err = run("compress --config small -o told --device cpu")
-    assert code in (0, None), err
+    assert code in (0, None) and "--config" not in err, err
     record = read_record(place / "told")
     plan, held_out = record["plan"], record["held_out"]
     lines = [line.split() for line in out.splitlines()]
@@ -127,6 +127,19 @@ def test_what_is_given_beside_a_record_comes_first(small, place, run):
     assert code in (0, None), err
     method = json.loads(out)["method"]
     assert (method["method"], method["sparsity"]) == ("modegpt", 0.2)
+
+
+def test_another_model_or_text_of_the_recorded_name_is_said(small, place):
+    (place / "elsewhere").mkdir()
+    save_tiny(place / "elsewhere" / "model", blocks=1)
+    (place / "elsewhere" / "text.txt").write_text((place / "text.txt").read_text()[500:])
+    line = "compress --config ../small -o other --sparsity 0.1 --device cpu"
+    done = rankfold(*line.split(), cwd=place / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert "the model is not the one of --config: its weights are others" in done.stderr
+    assert "the calibration samples are not those of --config" in done.stderr
+    done = rankfold(*f"{line.replace('other', 'meant')} --num-samples 4".split(), cwd=place / "elsewhere")
+    assert "its weights are others" in done.stderr and "calibration samples are not" not in done.stderr
 
 
 def test_inspect(small, run):

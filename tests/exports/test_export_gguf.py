@@ -95,6 +95,18 @@ def test_deci_has_every_mlp_in_its_own_width_and_its_very_numbers(uneven, tmp_pa
     assert len(set(widths)) > 1
 
 
+def test_names_that_promise_another_format_and_files_that_transformers_does_not_read_are_said(uneven, tmp_path):
+    small, _ = uneven
+    with pytest.raises(
+        rankfold.RankfoldError, match=r"x.gguf is the name of a GGUF file, and format stock is a folder"
+    ):
+        rankfold.export(small, tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+    rankfold.export(small, tmp_path / "y.gguf", "gguf-deci")
+    with pytest.raises(rankfold.RankfoldError, match="has architecture deci, which llama.cpp runs and transformers"):
+        rankfold.load(tmp_path / "y.gguf")
+
+
 def test_a_deci_folder_says_what_vllm_reads(uneven, tmp_path):
     small, model = uneven
     result = rankfold.export(small, tmp_path / "deci", "deci")

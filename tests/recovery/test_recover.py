@@ -107,6 +107,13 @@ def test_it_gains_and_what_is_written_is_what_was_scored(place, recovered, tmp_p
     assert [path.name for path in result.output.parent.iterdir()] == ["out"]
 
 
+def test_a_result_shows_itself_in_a_line(recovered):
+    facts = text_of(recovered)
+    held_out = f"manual.txt {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f}"
+    assert str(recovered) == repr(recovered)
+    assert str(recovered).startswith(f"RecoveryResult(16,384 tokens; held-out perplexity of {held_out}; ")
+
+
 def test_the_model_in_memory_is_not_changed(place):
     model = rankfold.load(place / "small", device="cpu")
     before = {name: p.clone() for name, p in model.named_parameters()}

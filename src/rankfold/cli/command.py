@@ -49,7 +49,14 @@ class Command(TyperCommand):
             values, ctx.args, _ = self.make_parser(ctx).parse_args(args=list(args))
             ctx.params |= values
             return ctx.args
-        rest = super().parse_args(ctx, list(args))
+        try:
+            rest = super().parse_args(ctx, list(args))
+        except UsageError as error:
+            if any(word.startswith("--config") for word in args) and "argument 'model'" in error.format_message():
+                raise OptionError(
+                    "a record has of a local model the name only; give MODEL too, the path of the dense model"
+                ) from error
+            raise
         order, values = self.make_parser(ctx).parse_args(args=list(args))[2], ctx.params
         for parameter, times in Counter(order).items():
             if times > 1 and not getattr(parameter, "multiple", False):
@@ -58,7 +65,7 @@ class Command(TyperCommand):
         if values.get("config"):
             values["config"] = [remaining(ctx, settings, given) for settings in values["config"]]
             if len(values["config"]) == 1:
-                values |= values["config"][0]
+                values |= {name: value for name, value in values["config"][0].items() if name in values}
         for name, value in values.items():
             _check_value(name, value)
         check_rules(ctx, given)

@@ -1,5 +1,6 @@
 """`rankfold compress`"""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from ..methods import Method
     from ..models.dense_model import DenseModel
     from ..report.plan import Plan
+
+
+log = logging.getLogger(__name__)
 
 
 @o.expanded
@@ -96,6 +100,8 @@ def command(
             training = text.for_recovery(store)
             compress_and_recover(source, method, tokens, output, minutes=minutes, goal=goal, **training, **how)
     records = from_first(lambda: records_of(read_record(output)))
+    for settings, record in zip(request.config or (), records, strict=False):
+        _compare(settings.get("recorded", {}), record)
     stock = on_first(lambda: summary.exported_as_stock(output, records[-1]))
 
     def finish(out: "Console") -> None:
@@ -115,6 +121,14 @@ def command(
     c.emit({"output": str(output), **result}, json, finish)
     if minutes is not None and not records[-1]["recovery"]["recovered"]:
         raise typer.Exit(UNCHANGED)
+
+
+def _compare(recorded: dict[str, str | None], record: dict[str, Any]) -> None:
+    """Warn where what a record was to repeat is of another model, or of other samples, as names are all it has."""
+    if recorded.get("fingerprint") not in (None, record["fingerprint"]):
+        log.warning("the model is not the one of --config: its weights are others")
+    if recorded.get("sha256") not in (None, record["calibration"].get("sha256")):
+        log.warning("the calibration samples are not those of --config: the text, or what tokenised it, is another one")
 
 
 def _name(request: Request, methods: "list[Method]") -> str:

@@ -28,6 +28,11 @@ NEEDED_OF_RECOVERY = {
         "adapter": bool,
     },
 }
+# What a record has of its model and samples -> the options that ask for others.
+REPLACED = {
+    "fingerprint": {"revision", "component", "components"},
+    "sha256": {"calibration", "num_samples", "max_length", "seed", "text_column", "moments"},
+}
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 
 
@@ -131,6 +136,8 @@ def remaining(context: typer.Context, settings: Settings, given: set[str]) -> Se
         for parameter in context.command.params
         if parameter.name in settings and parameter.name not in given
     }
+    if "recorded" in settings:
+        left["recorded"] = {key: value for key, value in settings["recorded"].items() if not given & REPLACED[key]}
     if "settings" not in values:
         return left
     if "method" in given and values["method"] != settings["method"]:
@@ -150,6 +157,7 @@ def _of_run(record: Settings) -> Settings:
         **{key: value for key, value in method.items() if key in flags},
         "settings": [f"{key}={value}" for key, value in method.items() if key not in flags],
         "mode": record["mode"],
+        "recorded": {"fingerprint": record.get("fingerprint"), "sha256": record["calibration"].get("sha256")},
         **({"component": record["plan"]["part"]} if record["plan"].get("part") else {}),
     }
 

@@ -102,6 +102,8 @@ def _given(data, seed: int) -> Given:
         return _stream(name, rows, f"stream, buffer of {BUFFER} rows")
     if isinstance(data, Mapping):
         data = [data]
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # of pandas
+        data = data.to_dict("records")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | bytes):
         if (isinstance(data, Tensor) and not data.dim()) or not len(data):
             raise DataError(f"the calibration data is an empty {name}; give at least one sample")
@@ -137,7 +139,7 @@ def _are_ids(item) -> bool:
         return IDS in item
     if isinstance(item, list | tuple) and item:
         return isinstance(item[0], Tensor)  # of a TensorDataset
-    return isinstance(item, Tensor) or hasattr(item, "__array__")
+    return isinstance(item, Tensor) or (hasattr(item, "__array__") and not isinstance(item, str))  # one of NumPy's
 
 
 def _are_pixels(item) -> bool:

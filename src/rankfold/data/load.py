@@ -19,10 +19,8 @@ from .images import samples_of_images
 from .in_memory import is_batch, samples_in_memory
 from .mixing import DrawOptions, expanded, shares_of
 from .streaming import text_or_pieces
-from .text import named_column
+from .text import LONGEST_NAME, named_column
 from .text_samples import samples_of_texts
-
-LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
 
 
 def load_calibration(

@@ -75,6 +75,9 @@ class TextSource:
     path: Path | None = None
 
 
+LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
+
+
 def text_source(name: str, use: str = "calibration") -> TextSource:
     """What ``name`` means; see :func:`read_text`.
 
@@ -92,6 +95,8 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
     path = path_of(local if raw else name)
+    if len(path.name) > LONGEST_NAME or "\n" in name:
+        raise DataError(f"no text at {name[:40]!r}…: a text itself is given in a list, or as a file")
     if not path.is_file():
         hint = suggestion(name, [*ALIASES, *BUILT_IN, *MIXTURES, "self"])
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""

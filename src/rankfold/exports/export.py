@@ -13,7 +13,7 @@ from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
-from ..errors import OptionError, UnsupportedModelError, suggestion
+from ..errors import OptionError, UnsupportedModelError, option, suggestion
 from ..models.dense_model import DenseModel
 from ..version import __version__
 from .deci import deci_form, write_deci
@@ -74,6 +74,7 @@ It needs no code of rankfold.
 | compressed | {compressed} |
 | here, padded with zeros | {exported} |
 """
+GGUF = ".gguf"
 QUANTISED = "q8_0"  # a dtype of formats that quantise
 Q8_TOLERANCE = 0.1  # of the logits' norm; its steps are a 127th of the largest of 32 weights
 
@@ -119,6 +120,11 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     if format not in FORMATS:
         raise OptionError(f"unknown format {format!r}; {suggestion(format, FORMATS)}available: {', '.join(FORMATS)}")
     output, chosen, quantised = Path(output), FORMATS[format], dtype == QUANTISED
+    if output.suffix.lower() == GGUF and not format.startswith("gguf"):
+        raise OptionError(
+            f"{output.name} is the name of a GGUF file, and format {format} is a folder; give "
+            f"{option('format', 'gguf')} or {option('format', 'gguf-deci')}, or another name"
+        )
     if quantised and not chosen.quantises:
         raise OptionError(f"format {format} has no dtype {QUANTISED}; choose auto, float32, bfloat16 or float16")
     check_output(output)

@@ -42,7 +42,14 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     """
     import gguf
 
-    config, reader = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), gguf.GGUFReader(file)
+    reader = gguf.GGUFReader(file)
+    arch = present(reader.get_field("general.architecture")).contents()
+    if arch == "deci":
+        raise UnsupportedModelError(
+            f"{file} has architecture deci, which llama.cpp runs and transformers does not read; take the folder that "
+            "it was exported from, or export it as gguf"
+        )
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if found := next((name for name in tensors if name.endswith((".lora_a", ".lora_b"))), None):
         raise UnsupportedModelError(

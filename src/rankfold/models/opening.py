@@ -98,7 +98,8 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
         model = copy.deepcopy(model, {id(blocks): blocks})  # the caller's blocks, which are copied one by one
         move_outer(model, part.architecture.blocks, where)
     place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
-    name = place or type(model).__name__
+    local = Path(place).exists() if place else False  # such a name is no hub id, however it looks
+    name = Path(place).resolve().name if local else place or type(model).__name__
     processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
     return DenseModel(model, name, where, dtype or model.dtype, None, processors, part=part, revision=commit)
 

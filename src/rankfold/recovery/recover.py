@@ -70,6 +70,16 @@ class RecoveryResult:
     recovered: bool  # False: no text gained, or one lost more than the tolerance, so the model is what went in
     output: Path | None = None
 
+    def __str__(self) -> str:
+        """Return one line; a notebook shows it, too."""
+        facts = self.record["recovery"]
+        pairs = {name: (one["perplexity_before"], one["perplexity"]) for name, one in facts["held_out"].items()}
+        texts = ", ".join(f"{name} {before:.2f} -> {after:.2f}" for name, (before, after) in pairs.items())
+        what = f"{facts['tokens_seen']:,} tokens" if self.recovered else "nothing was recovered"
+        return f"RecoveryResult({what}; held-out perplexity of {texts}; {self.output or 'in memory'})"
+
+    __repr__ = __str__
+
 
 @typed
 def recover(

@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from .._utils.hub_id import is_hub_id
 from .goal import asked_and_got
 from .outcomes import (
     before_training,
@@ -95,7 +96,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
             for part, one in components.items()
             for warning in warnings_of(one)
         ),
-        commands="\n".join(_commands(folder, training is not None)),
+        commands="\n".join(_commands(record, folder, training is not None)),
         made="\n\n".join(_made(one, _of(part)) for part, one in components.items()),
     )
 
@@ -167,9 +168,11 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
     ]
 
 
-def _commands(folder: str, trained: bool) -> list[str]:
-    """Return the lines that make it again."""
-    again, record = f"{folder}-again", f"{folder}/rankfold.json"
-    lines = [["compress", "--config", record, "-o", again]]
-    lines += [["recover", again, "--config", record, "-o", f"{folder}-recovered"]] if trained else []
+def _commands(record: Record, folder: str, trained: bool) -> list[str]:
+    """Return the lines that make it again; of a local model there is the name of its folder only."""
+    again, path = f"{folder}-again", f"{folder}/rankfold.json"
+    base = record["base_model"]
+    model, teacher = ([], []) if is_hub_id(base) else ([base], ["--teacher", base])
+    lines = [["compress", *model, "--config", path, "-o", again]]
+    lines += [["recover", again, *teacher, "--config", path, "-o", f"{folder}-recovered"]] if trained else []
     return [shlex.join(["rankfold", *words]) for words in lines]
