@@ -26,6 +26,7 @@ RECORDS = {  # how the name of a model begins in the README -> record
     "Gemma 3": "perplexity_gemma3",
 }
 NONE = "–"
+C4 = "c4_demo.jsonl"
 
 
 class Finding(NamedTuple):
@@ -55,11 +56,14 @@ def table(text: str) -> Iterator[Finding]:
             yield Finding(f"{what}, {name}", stated, cell(what, COLUMNS.get(name, name)))
         if found := re.search(r"(\d+) x (\d+) tokens", what):
             config = record(of_model(what))["config"]["evaluation"]
+            config = config.get(C4, config)
             yield Finding(f"{what}, excerpt", found[0], f"{config['samples']} x {config['length']} tokens")
 
 
 def of_model(what: str) -> str:
     """Return the record that a row of the table is of."""
+    if "of C4" in what:
+        return "grid_smollm2"
     return next(name for model, name in RECORDS.items() if what.startswith(f"perplexity of {model}"))
 
 
@@ -67,10 +71,12 @@ def cell(what: str, name: str) -> str:
     """Return what a cell has to say; nothing where no record vouches for its row."""
     if what == "parameters":
         return millions(record("perplexity_smollm2")["rows"][name]["parameters"])
+    if "of C4" in what:
+        return rounded(record(of_model(what))["rows"][name.replace(" (joint)", "")]["perplexity"][C4])
     if what.startswith("perplexity of "):
         row = record(of_model(what))["rows"].get(name)
         return NONE if row is None else rounded(math.exp(row["nll"]))
-    if what.startswith("zero-shot accuracy, mean of four tasks"):
+    if what.startswith("zero-shot accuracy of SmolLM2-135M"):
         tasks = record("zero_shot_smollm2")["rows"][name]["tasks"]
         return f"{100 * fmean(task['acc'] for task in tasks.values()):.1f} %" if len(tasks) == 4 else ""
     return ""
@@ -120,6 +126,14 @@ def speeds(text: str) -> Iterator[Finding]:
             yield Finding(f"speed, decoding of {batch}", value, f"{found:.2f}")
 
 
+def answers(text: str) -> Iterator[Finding]:
+    """Yield what is kept of exact answers at each sparsity."""
+    if stated := re.search(r"keeps (\d+), (\d+) and (\d+) % of its exact answers at 0.1, 0.2 and 0.3", text):
+        rows = record("gates_smollm2")["rows"]
+        for sparsity, value in zip((0.1, 0.2, 0.3), stated.groups(), strict=True):
+            yield Finding(f"exact answers at {sparsity}", value, f"{100 * rows[f'rankfold {sparsity}']['kept']['exact']:.0f}")
+
+
 def counts(text: str) -> Iterator[Finding]:
     """Yield counts of families and methods, and the versions that are needed."""
     if found := re.search(r"(\d+) model families", text):
@@ -146,7 +160,7 @@ def requirement(text: str) -> tuple[str, str]:
 def audit(text: str) -> list[Finding]:
     """Return all findings on a text like the README."""
     sentences = " ".join(text.split())  # wherever their lines break
-    return [*table(text), *example(text), *speeds(sentences), *counts(sentences)]
+    return [*table(text), *example(text), *speeds(sentences), *answers(sentences), *counts(sentences)]
 
 
 def main(path: Path) -> int:

@@ -105,11 +105,27 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
     [
         (
             "python",
-            ["exclude_blocks=(0, -1)", "target='stock'", "rank_multiple", "keep=True", "dtype='float32'", "method='x'"],
+            [
+                "exclude_blocks=(0, -1)",
+                "target='stock'",
+                "rank_multiple",
+                "ridge=1.0",
+                "keep=True",
+                "dtype='float32'",
+                "method='x'",
+            ],
         ),
         (
             "command",
-            ["--exclude-blocks 0,-1", "--target stock", "--rank-multiple", "--keep", "--dtype float32", "--method x"],
+            [
+                "--exclude-blocks 0,-1",
+                "--target stock",
+                "--rank-multiple",
+                "--set ridge=1.0",
+                "--keep",
+                "--dtype float32",
+                "--method x",
+            ],
         ),
         (
             "compare",
@@ -117,6 +133,7 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
                 "METHOD:exclude_blocks=0+-1",
                 "METHOD:target=stock",
                 "METHOD:rank_multiple=...",
+                "METHOD:ridge=1.0",
                 "--keep",
                 "--dtype float32",
                 "method x",
@@ -130,6 +147,7 @@ def test_options_are_named_as_the_caller_gives_them(caller, expected):
             method_option("exclude_blocks", (0, -1)),
             method_option("target", "stock"),
             method_option("rank_multiple"),
+            method_option("ridge", 1.0),
         ]
         named += [option("keep", True), option("dtype", "float32"), option("method", "x")]
         assert named == expected

@@ -98,11 +98,26 @@ def option(name: str, value: object = None) -> str:
     return flag if value in (None, True) else f"{flag} {written(value)}"
 
 
+# Options of a method that the command line has flags for; others are given by --set.
+METHOD_FLAGS = frozenset(
+    {"sparsity", "modules", "target", "allocation", "scope", "budget", "rank_multiple", "exclude_blocks"}
+)
+
+
 def method_option(name: str, value: object = None) -> str:
-    """Return an option of a method as the caller gives it: ``ridge=1.0``, ``--ridge 1.0`` or ``METHOD:ridge=1.0``."""
-    if _caller.get() == "compare":
+    """Return an option of a method as the caller gives it: ``ridge=1.0``, ``--set ridge=1.0`` (``--target stock``
+    where it has a flag) or ``METHOD:ridge=1.0``."""
+    caller = _caller.get()
+    if caller == "compare":
         return f"METHOD:{name}={'...' if value is None else written(value, '+')}"
-    return option(name, value)
+    if caller == "python" or name in METHOD_FLAGS:
+        return option(name, value)
+    return f"{option('set')} {name}={'...' if value is None else written(value)}"
+
+
+def command(name: str) -> str:
+    """Return what is to be called: ``rankfold.calibrate``, or the command where one was given."""
+    return f"rankfold.{name}" if _caller.get() == "python" else f"`rankfold {name}`"
 
 
 def written(value: object, comma: str = ",") -> str:

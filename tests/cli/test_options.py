@@ -9,7 +9,7 @@ import pytest
 from rankfold.cli import calibrate, compress, plan
 from rankfold.cli.calibration import CalibrationOptions
 from rankfold.cli.options import MethodOptions, expanded
-from rankfold.errors import OptionError
+from rankfold.errors import METHOD_FLAGS, OptionError
 from rankfold.methods import Rankfold
 
 
@@ -99,3 +99,7 @@ def test_a_calibration_is_of_both_components_or_of_each(given, language, vision)
         "language": (*language, 3),
         "vision": (*vision, 3),
     }
+
+
+def test_options_of_a_method_that_errors_name_by_a_flag_have_one():
+    assert {field.name for field in fields(MethodOptions)} - {"method", "settings"} == METHOD_FLAGS

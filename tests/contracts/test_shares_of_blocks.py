@@ -156,7 +156,7 @@ def test_moments_without_the_squares_are_refused():
     source = opened("llama")
     moments = rankfold.calibrate(source, tokens(), statistics={"influence", "mlp_hidden", "value", "query_key"})
     with pytest.raises(
-        OptionError, match="allocation owl goes by the statistic 'input_energy' .* run `rankfold calibrate`"
+        OptionError, match="allocation owl goes by the statistic 'input_energy' .* measure them with rankfold.calibrate"
     ):
         rankfold.compress(source, method=method_for("llama", "owl"), moments=moments)
 

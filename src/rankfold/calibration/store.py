@@ -20,7 +20,7 @@ from .._utils.schema import NUMBER, Maybe, check_record
 from .._utils.stopwatch import time_spent
 from ..data.batches import Data, add_tensors, as_data, as_tensors, digest_of
 from ..data.calibration_data import upgrade_calibration
-from ..errors import CheckpointError
+from ..errors import CheckpointError, command
 from .moments import BlockMoments, Moment, moved
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 PARTS = ("total", "absolute", "second", "rows", "windows")
 RECORD, UNFINISHED, LOCK = "moments.json", "moments.unfinished.json", ".rankfold.lock"
 HELD_OUT = "held-out.safetensors"
+CHANGED = "its content is not what was written there"
 FACTS = "facts"  # in the metadata of a block's file: counts and digest
-_DAMAGED = "{path} is missing or damaged ({reason}); the same `rankfold calibrate` again measures it anew"
 # What moments.json must hold.
 IDENTITY = {
     "name": str,
@@ -118,12 +118,10 @@ class MomentStore:
         folder = Path(folder)
         if (folder / UNFINISHED).exists():
             raise CheckpointError(
-                f"the calibration in {folder} did not finish; run the same `rankfold calibrate` again"
+                f"the calibration in {folder} did not finish; call {command('calibrate')} again, with the same options"
             )
         if not (folder / RECORD).exists():
-            raise CheckpointError(
-                f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
-            )
+            raise CheckpointError(f"{folder} is not a moments folder; make one with {command('calibrate')}")
         written = read_json(folder / RECORD)
         identity = upgrade_calibration(written)
         check_record(identity, IDENTITY, folder / RECORD)
@@ -177,11 +175,11 @@ class MomentStore:
                 facts = json.loads((handle.metadata() or {}).get(FACTS, "{}"))
                 tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(_DAMAGED.format(path=path, reason=error)) from error
+            raise CheckpointError(_damaged(path, error)) from error
         facts = facts if isinstance(facts, dict) else {}
         counts = facts.get("counts", {})
         if facts.get("sha256") != self._digest(index, tensors, counts):
-            raise CheckpointError(_DAMAGED.format(path=path, reason="its content is not what was written there"))
+            raise CheckpointError(_damaged(path, CHANGED))
         return {
             name: Moment(float(count), *(tensors.get(f"{name}.{part}") for part in PARTS))
             for name, count in counts.items()
@@ -241,7 +239,11 @@ def _read_held_out(path: Path, tokens: dict) -> Data | None:
     try:
         held_out = as_data(load_file(path))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(_DAMAGED.format(path=path, reason=error)) from error
+        raise CheckpointError(_damaged(path, error)) from error
     if digest_of(held_out) != tokens.get("held_out_sha256"):
-        raise CheckpointError(_DAMAGED.format(path=path, reason="its content is not what was written there"))
+        raise CheckpointError(_damaged(path, CHANGED))
     return held_out
+
+
+def _damaged(path: Path, reason: object) -> str:
+    return f"{path} is missing or damaged ({reason}); {command('calibrate')} with the same options measures it anew"

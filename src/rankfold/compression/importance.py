@@ -20,7 +20,7 @@ from ..calibration.statistics import STATISTICS, dense_inputs
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
 from ..data.calibration_data import CalibrationData
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, command
 from ..methods import BLOCK, MeasurableMethod, Method
 from ..models.dense_model import DenseModel
 from ..report.identity import moments_identity
@@ -112,7 +112,7 @@ class DenseMeasures(NamedTuple):
         if self.moments is None or statistic not in self.moments.identity["statistics"]:
             raise OptionError(
                 f"allocation {self.method.allocation.name} goes by the statistic {statistic!r} of the dense model, and "
-                "there are no moments that hold it; run `rankfold calibrate`, or give calibration text"
+                f"there are no moments that hold it; measure them with {command('calibrate')}, or give calibration text"
             )
         moments = self.moments
         return from_first(lambda: {index: moments[index][statistic].mean for index in range(len(self.source))})
@@ -157,7 +157,7 @@ class DenseMeasures(NamedTuple):
         if moments is None or gradients is None:
             raise OptionError(
                 f"allocation {self.method.allocation.name} goes by moments and gradients of the dense model, and there "
-                "are none; give calibration text to `rankfold compress`"
+                "are none; give calibration text"
             )
 
         def effects(index: int) -> dict[str, list[float]]:

@@ -100,10 +100,10 @@ def _given(data, seed: int) -> Given:
     if datasets and isinstance(data, datasets.IterableDataset):
         rows = data.shuffle(seed=seed % 2**63, buffer_size=BUFFER)
         return _stream(name, rows, f"stream, buffer of {BUFFER} rows")
-    if isinstance(data, Mapping):
-        data = [data]
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # of pandas
         data = data.to_dict("records")
+    if isinstance(data, Mapping):
+        data = [data]
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | bytes):
         if (isinstance(data, Tensor) and not data.dim()) or not len(data):
             raise DataError(f"the calibration data is an empty {name}; give at least one sample")
