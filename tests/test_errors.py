@@ -27,7 +27,14 @@ BUILTIN = {
 
 
 # Outside of rankfold.cli, command lines as such: of rankfold, in a card and a page, and of other programs.
-COMMAND_LINES = ("rankfold comp", "zero_to_fp32", "llama-gguf-split", "--include '", "--local-dir")
+COMMAND_LINES = (
+    "rankfold comp",
+    "rankfold recover {",
+    "zero_to_fp32",
+    "llama-gguf-split",
+    "--include '",
+    "--local-dir",
+)
 
 
 @functools.cache

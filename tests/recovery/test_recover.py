@@ -455,8 +455,9 @@ def test_card_and_inspect_say_what_was_trained(recovered, tmp_path, run):
     dense, before, after = (f"{facts[key]:.2f}" for key in ("perplexity_dense", "perplexity_before", "perplexity"))
     assert trained in card and "without training" not in card
     assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 sequences" in card
-    lines = ("compress --config out/rankfold.json -o out-again", "recover out-again --config out/rankfold.json -o ")
-    assert "".join(f"\nrankfold {line}" for line in lines) + "out-recovered\n" in card
+    lines = ("compress dense --config out/rankfold.json -o out-again",
+             "recover out-again --teacher dense --config out/rankfold.json -o out-recovered")  # fmt: skip
+    assert "".join(f"\nrankfold {line}" for line in lines) + "\n" in card
     code, shown, _ = run(f"inspect {tmp_path / 'out'}")
     assert code in (0, None) and trained in shown and "\n  perplexity before training " in shown
     assert f"manual.txt: perplexity {before} -> {after} (dense {dense}) on 8 held-out sequences" in shown

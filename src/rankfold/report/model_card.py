@@ -52,6 +52,14 @@ error that was measured, and the paper's bounds.
 """
 
 
+_OF_HUB = (
+    "rankfold compress --config {config} -o {again}",
+    "rankfold recover {again} --config {config} -o {out}",
+)
+_OF_LOCAL = (  # of which there is the name of the folder only
+    "rankfold compress {base} --config {config} -o {again}",
+    "rankfold recover {again} --teacher {base} --config {config} -o {out}",
+)
 EXAMPLES = "image-text examples"  # a kind of calibration
 _NEEDS = "import rankfold  # or, where it is not installed: trust_remote_code=True\n"
 
@@ -169,10 +177,8 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
 
 
 def _commands(record: Record, folder: str, trained: bool) -> list[str]:
-    """Return the lines that make it again; of a local model there is the name of its folder only."""
-    again, path = f"{folder}-again", f"{folder}/rankfold.json"
-    base = record["base_model"]
-    model, teacher = ([], []) if is_hub_id(base) else ([base], ["--teacher", base])
-    lines = [["compress", *model, "--config", path, "-o", again]]
-    lines += [["recover", again, *teacher, "--config", path, "-o", f"{folder}-recovered"]] if trained else []
-    return [shlex.join(["rankfold", *words]) for words in lines]
+    """Return the lines that make it again."""
+    lines = _OF_HUB if is_hub_id(record["base_model"]) else _OF_LOCAL
+    names = {"base": record["base_model"], "again": f"{folder}-again", "out": f"{folder}-recovered"}
+    quoted = {key: shlex.quote(name) for key, name in (names | {"config": f"{folder}/rankfold.json"}).items()}
+    return [line.format(**quoted) for line in lines[: 1 + trained]]
