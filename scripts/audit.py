@@ -69,7 +69,7 @@ def of_model(what: str) -> str:
 
 def cell(what: str, name: str) -> str:
     """Return what a cell has to say; nothing where no record vouches for its row."""
-    if what == "parameters":
+    if what.startswith("parameters"):
         return millions(record("perplexity_smollm2")["rows"][name]["parameters"])
     if "of C4" in what:
         return rounded(record(of_model(what))["rows"][name.replace(" (joint)", "")]["perplexity"][C4])
