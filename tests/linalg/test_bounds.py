@@ -7,7 +7,7 @@ from modegpt_problems import mlp, query_key, value_output
 from rankfold.linalg.column_row import column_row, column_row_bounds
 from rankfold.linalg.lanczos import largest_eigenvalue
 from rankfold.linalg.nystrom import nystrom
-from rankfold.linalg.paired_svd import paired_svd
+from rankfold.linalg.paired_svd import paired_factors
 
 F64 = torch.float64
 CLOSE = 0.02
@@ -78,7 +78,7 @@ def test_proposition_3_is_the_tail_of_the_spectrum_in_model_dimension(heads):
     p = value_output("gaussian", G=heads)
     values, U = torch.linalg.eigh(p.C)
     S = torch.linalg.svdvals(p.W_o.flatten(0, 1) @ p.W_v @ (U * values.clamp_min(0).sqrt()) @ U.T)
-    assert paired_svd(p.A, p.B, rank=3).error.item() == pytest.approx(S[3:].square().sum().item(), rel=1e-6)
+    assert paired_factors(p.A, p.B).truncated(3).error.item() == pytest.approx(S[3:].square().sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

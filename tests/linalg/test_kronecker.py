@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold.linalg.kronecker import compensated, damped, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
+from rankfold.linalg.kronecker import compensated, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
+from rankfold.linalg.psd import damped
 
 O, N = 6, 4
 UNITS = {
@@ -106,4 +107,4 @@ def test_what_is_not_positive_definite_is_named(problem):
         ):
             call()
     with pytest.raises(ValueError, match="the Fisher factor has non-finite entries"):
-        damped(bad / 0, 0.01)
+        damped(bad / 0, 0.01, name="the Fisher factor")

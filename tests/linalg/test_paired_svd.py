@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 from modegpt_problems import value_output
 from problems import KINDS
 
-from rankfold.linalg.paired_svd import paired_svd
+from rankfold.linalg.paired_svd import PairedSVD, paired_factors
 from rankfold.linalg.psd import psd_root
 
 F64 = torch.float64
+
+
+def paired_svd(A, B, *, rank: int) -> PairedSVD:
+    return paired_factors(A, B).truncated(rank)
 
 
 def fitted(p, rank, B=None):

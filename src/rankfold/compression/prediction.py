@@ -10,7 +10,7 @@ decompositions are not shared.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -77,26 +77,14 @@ class _NumbersMissing(Exception):
 class _NoNumbers:
     """What an allocation may ask about a dense model of which only the shapes are there."""
 
-    def means(self, statistic: str) -> NoReturn:
-        raise _NumbersMissing
-
-    def of_blocks(self, score: object) -> NoReturn:
-        raise _NumbersMissing
-
-    def kl_sensitivity(self, other_texts: float) -> NoReturn:
-        raise _NumbersMissing
-
-    def greedy_block_removal(self) -> NoReturn:
-        raise _NumbersMissing
-
-    def singular_value_effects(self) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         raise _NumbersMissing
 
 
 def _allocated(source: Outline, options: RankOptions, method: Method) -> tuple[Allocated, bool]:
     """Choose ranks, and tell whether the method's own allocation did."""
     try:
-        return allocate_ranks(options, method, method.allocation.measure(_NoNumbers())), True
+        return allocate_ranks(options, method, method.allocation.measure(cast(Any, _NoNumbers()))), True
     except _NumbersMissing:
         pass
     if not issubclass(Uniform, method.allocations):

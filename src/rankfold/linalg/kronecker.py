@@ -10,7 +10,7 @@ the rows of ``W^T`` with ``A`` and ``G`` in each other's place.
 import torch
 from torch import Tensor
 
-from rankfold.linalg.psd import check_moment, damping, spd_inverse
+from rankfold.linalg.psd import spd_inverse
 
 
 def row_costs(W: Tensor, A: Tensor, blocks: Tensor) -> Tensor:
@@ -70,18 +70,6 @@ def compensated(W: Tensor, G: Tensor, keep: Tensor, drop: Tensor) -> Tensor:
     if info.item():
         raise torch.linalg.LinAlgError(f"the Fisher factor {tuple(G.shape)} is not positive definite; use more tokens")
     return W[keep] + torch.cholesky_solve(G[keep][:, drop] @ W[drop], factor)
-
-
-def damped(G: Tensor, ridge: float) -> Tensor:
-    """``G + lambda I``, ``lambda`` relative to its mean diagonal; ``I`` where ``G`` is 0: all directions count alike.
-
-    Raises:
-        ValueError: not square or not finite.
-    """
-    check_moment(G, len(G), name="the Fisher factor")
-    if not G.diagonal().any():
-        return torch.eye(len(G), dtype=G.dtype, device=G.device)
-    return G + damping(G, ridge) * torch.eye(len(G), dtype=G.dtype, device=G.device)
 
 
 def with_bias(W: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from .psd import all_finite
 
 
 class PairedSVD(NamedTuple):
-    """Result of :func:`paired_svd`; replace ``v`` by ``down @ v`` and what multiplies it, ``X``, by ``X @ up``."""
+    """The best pair of one rank (:func:`paired_factors`): put ``down @ v`` in place of ``v``, ``X @ up`` of ``X``."""
 
     down: Tensor  # (..., R, N)
     up: Tensor  # (..., N, R)
@@ -45,15 +45,6 @@ class PairedFactors(NamedTuple):
         error, total = energy[..., rank:].sum(-1), energy.sum(-1)
         relative = (error / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt()
         return PairedSVD(down * sign, up * sign.mT, self.singular_values, error, relative)
-
-
-def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
-    """Return the best pair of one rank; see :func:`paired_factors`.
-
-    Raises:
-        ValueError: shapes disagree, ``rank`` out of range, entries not finite.
-    """
-    return paired_factors(A, B).truncated(rank)
 
 
 @torch.no_grad()

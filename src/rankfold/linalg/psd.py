@@ -184,6 +184,20 @@ def _padded_factor(A: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None
     return None if info.item() else columns
 
 
+def damped(C: Tensor, ridge: float, *, name: str = "the second moment") -> Tensor:
+    """``C + lambda I``, ``lambda`` relative to its mean diagonal; ``I`` where ``C`` is 0: all directions count alike.
+
+    Raises:
+        ValueError: not square or not finite, with its name.
+    """
+    check_moment(C, len(C), name=name)
+    if not C.diagonal().any():
+        return torch.eye(len(C), dtype=C.dtype, device=C.device)
+    found = C.clone()
+    found.diagonal().add_(damping(C, ridge))
+    return found
+
+
 @torch.no_grad()
 def metric_root(G: Tensor, *, ridge: float) -> Tensor:
     r"""``R`` with :math:`R^\top R = G + \lambda I`, so that :math:`\|R y\|^2` is the length of ``y`` in that metric.
@@ -199,12 +213,7 @@ def metric_root(G: Tensor, *, ridge: float) -> Tensor:
         ValueError: ``G`` is not square or not finite.
         torch.linalg.LinAlgError: it is not positive definite even so.
     """
-    check_moment(G, len(G), name="G")
-    if not G.diagonal().any():
-        return torch.eye(len(G), dtype=G.dtype, device=G.device)
-    damped = G.clone()
-    damped.diagonal().add_(damping(G, ridge))
-    root, info = torch.linalg.cholesky_ex(damped, upper=True)
+    root, info = torch.linalg.cholesky_ex(damped(G, ridge, name="G"), upper=True)
     if info.item():
         raise torch.linalg.LinAlgError(f"the output metric {tuple(G.shape)} is not positive definite; use more tokens")
     return root

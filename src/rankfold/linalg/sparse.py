@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rankfold.linalg.lowrank import low_rank, metric_error
 from rankfold.linalg.preconditioner import preconditioner
-from rankfold.linalg.psd import all_finite, check_moment, damping
+from rankfold.linalg.psd import all_finite, check_moment, damped
 
 METHODS = ("diagonal", "hard", "soft", "ste")
 STEPS = 50  # of conjugate gradients, at most
@@ -84,8 +84,8 @@ def sparse(
     Cost: O(N^3) once and O(O N^2) per iteration.
     """
     _check(W, C, method, iterations, count)
-    target, damped = W.to(C), _damped(C, ridge)
-    problem = _Problem(damped, target @ damped, (target @ damped * target).sum())
+    target, metric = W.to(C), damped(C, ridge)
+    problem = _Problem(metric, target @ metric, (target @ metric * target).sum())
     if method == "diagonal":
         D = hard_shrink(target * problem.right, count) / problem.right
         history = [problem.error(D)]
@@ -118,7 +118,7 @@ def low_rank_plus_sparse(
     """
     _check(W, C, method, rounds, count)
     silent = _silent(C)
-    C = _damped(C, ridge)
+    C = damped(C, ridge)
     target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
     D = torch.zeros_like(target)
     for _ in range(rounds):
@@ -136,15 +136,6 @@ def low_rank_plus_sparse(
 
 def _silent(C: Tensor) -> bool:
     return bool(C.diagonal().mean() <= 0)
-
-
-def _damped(C: Tensor, ridge: float) -> Tensor:
-    """``C + lam I``; the identity where the input is always zero, so that the weight decides."""
-    if _silent(C):
-        return torch.eye(len(C), dtype=C.dtype, device=C.device)
-    damped = C.clone()
-    damped.diagonal().add_(damping(C, ridge))
-    return damped
 
 
 class _Problem:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ....architectures import BlockView, Dense
 from ....calibration.moments import BlockMoments, Moment
-from ....linalg.kronecker import compensated, damped, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
+from ....linalg.kronecker import compensated, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
+from ....linalg.psd import damped
 from ....linalg.slicing import channels_of, largest
 from ...work import Work
 from .gradients import GradientSlicing
 from .units import Sliceable, complement, sliceable
 
+FACTOR = "the Fisher factor"
 DAMPING = 0.01  # of the mean diagonal of a factor, LLM Surgeon's
 
 
@@ -92,7 +94,7 @@ class LLMSurgeon(KroneckerSlicing):
         return moment.second_moment() if output.bias is None else moment.covariance()
 
     def blocks(self, factor: Tensor, index: Tensor) -> Tensor:
-        return schur_blocks(damped(factor, DAMPING), index)
+        return schur_blocks(damped(factor, DAMPING, name=FACTOR), index)
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         there, found = sliceable(view), super().work(view, ranks)
@@ -110,7 +112,7 @@ class LLMSurgeon(KroneckerSlicing):
 
     def lost(self, units: Sliceable, moments: BlockMoments, keep: Tensor) -> Tensor:
         kept, dropped = (channels_of(k, units.channels) for k in (keep, complement(keep, units.count)))
-        A = damped(self.input_metric(units.output, moments[units.statistic]), DAMPING)
+        A = damped(self.input_metric(units.output, moments[units.statistic]), DAMPING, name=FACTOR)
         lost = units.output.weight.double().clone()
         lost[:, kept] -= compensated(lost.T, A, kept, dropped).T
         return lost
