@@ -3,9 +3,11 @@
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from rankfold.modules import build
+from rankfold.modules.attention import eager_attention
 
 B, T, D, H, K, WIDE = 3, 7, 32, 4, 2, 8
 WIDTHS = [(8, 8), (8, 4), (4, 8), (6, 4), (2, 8)]
@@ -43,3 +45,28 @@ def test_steps_are_rows_of_the_whole(qk, vo, padded):
         found = module(x[:, at : at + 1], attention_mask=row, **given)[0]
         rows = [0, 2] if at < 2 and padded else slice(None)  # of no tokens there is no mean
         torch.testing.assert_close(found[rows, 0], expected[rows, at], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("qk, vo", [(8, 4), (4, 8)])
+def test_flash_attention_gets_one_width_of_one_token_too(qk, vo, monkeypatch):
+    """Its kernels take no others; here the mathematics of eager attention stands in for them."""
+    module, rotary = attention(qk, vo)
+    x, widths = torch.randn(B, T, D), set()
+
+    def flash(module, query, key, value, mask, **kwargs):
+        widths.add((query.shape[-1], key.shape[-1], value.shape[-1]))
+        return eager_attention(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
+    module.config._attn_implementation = "eager"
+    expected, _ = module(
+        x, position_embeddings=rotary(x, torch.arange(T)[None]), attention_mask=torch.ones(B, 1, T, T).bool().tril()
+    )
+    module.config._attn_implementation = "flash_attention_2"
+    cache = DynamicCache()
+    for at in range(T):
+        given = {"position_embeddings": rotary(x, torch.tensor([[at]])), "past_key_values": cache}
+        found = module(x[:, at : at + 1], attention_mask=None, **given)[0]
+        torch.testing.assert_close(found[:, 0], expected[:, at], rtol=1e-5, atol=1e-5)
+    assert widths == {(8, 8, 8)}

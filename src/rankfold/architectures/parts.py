@@ -148,7 +148,7 @@ def _towers(model: nn.Module) -> dict[str, str]:
     module: Any
     for path, module in model.named_modules():
         family = family_of(module.config) if hasattr(module, "main_input_name") else None
-        inside = any(path.startswith(tower) for tower in found.values())
+        inside = any(path.startswith(f"{tower}.") for tower in found.values())
         if family is not None and not family.decoder and not inside:
             found.setdefault("vision" if "image" in module.input_modalities else "language", path)
     return found

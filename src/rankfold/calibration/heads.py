@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
@@ -79,7 +79,7 @@ class Projections:
 
     def __init__(self, attention: AttentionView):
         self.attention = attention
-        self.outputs: list[Tensor] = []
+        self.outputs: dict[int, Tensor] = {}  # by the place of the projection, whatever the order of the calls
         self._heads: list[Heads] | None = None
         self._hung = False
 
@@ -88,19 +88,23 @@ class Projections:
         if self._hung:
             return []
         self._hung = True
-        return [m.register_forward_hook(self._catch) for m in self.attention.qkv_modules]
+        return [
+            m.register_forward_hook(lambda _, __, output, place=place: self._catch(place, output))
+            for place, m in enumerate(self.attention.qkv_modules)
+        ]
 
-    def _catch(self, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
+    def _catch(self, place: int, output: Tensor) -> None:
         if self._heads is not None:  # the batch before is over
-            self.outputs, self._heads = [], None
-        self.outputs.append(output)
+            self.outputs, self._heads = {}, None
+        self.outputs[place] = output
 
     def heads(self, kwargs: dict) -> list[Heads]:
         """Of the batch that just ran, called with ``kwargs``; of a packed one those of each length of its sequences."""
         if self._heads is None:
-            together = [(self.outputs, kwargs)]
+            outputs = [self.outputs[place] for place in sorted(self.outputs)]
+            together = [(outputs, kwargs)]
             if self.attention.spec.packed:
-                together = [_rows_of(rows, self.outputs, kwargs) for rows in of_one_length(kwargs["cu_seqlens"])]
+                together = [_rows_of(rows, outputs, kwargs) for rows in of_one_length(kwargs["cu_seqlens"])]
             self._heads = [Heads(self.attention, *some) for some in together]
         return self._heads
 

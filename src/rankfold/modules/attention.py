@@ -188,7 +188,8 @@ class CompressedAttention(nn.Module):
             query, key, value = self._as_dense(query, key, value)
             if "cache" in self.names:  # from transformers 5.24 on the layer fills them, before that the function
                 key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
-        elif query.shape[2] > 1 or key.shape[2] == 1:  # one token at a time, padding would copy the cache
+        elif query.shape[2] > 1 or key.shape[2] == 1 or "flash" in self.config._attn_implementation:
+            # Of one token padding would copy the cache, so only kernels that take nothing else get it.
             query, key, value = self._evened(query, key, value)
         # vLLM looks for this call by these names, and puts its own attention in its place.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
