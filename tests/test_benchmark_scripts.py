@@ -119,7 +119,7 @@ def test_a_file_is_on_the_page_of_bytes_if_no_other_one_beats_it():
 
 
 @pytest.mark.parametrize(
-    ("quartiles", "said"), [([1.01, 1.3], "no draft in three of four rounds: x."), ([0.9, 1.2], "not pay")]
+    ("quartiles", "said"), [([1.01, 1.3], "no draft, by the lower quartile of rounds: x."), ([0.9, 1.2], "not pay")]
 )
 def test_a_draft_pays_if_it_is_faster_in_three_of_four_rounds(quartiles, said):
     """In two of them, which a median above 1 would be, is not enough."""
@@ -158,8 +158,11 @@ def test_a_page_of_results_answers_its_question_by_the_record():
     records[0] = records[0] | {"rows": []}
     said = "At 0.3 SmolLM2 goes from 10.00 to 12.00 by the default, 13.00 by `modegpt` and 2,345 by `latentllm`."
     assert said in summary("perplexity", records)[0]
-    gates = [{"kept": {"a": 0.5, "b": None}, "least": {"a": 0.6, "b": None}}, {"kept": {"a": 0.9}, "least": {"a": 0.6}}]
-    assert "Of 2 gates 1 falls short." in summary("gates", [{"rows": gates}])[0]
+    kept = [({"a": 0.5, "b": None}, {"a": 0.6, "b": None}), ({"a": 0.9}, {"a": 0.6})]
+    gates = [{"name": f"m {i}", "kept": some, "least": least} for i, (some, least) in enumerate(kept)]
+    gates += [{"name": "failed", "error": "out of memory", "least": {"a": 0.1}}]
+    said = "1 of 3 gates hold. Not held: m 0, a 0.500 (wanted 0.6); failed, a 0.000 (wanted 0.1)."
+    assert said in summary("gates", [{"rows": gates}])[0]
 
 
 def test_the_picture_of_the_readme_shows_the_record():

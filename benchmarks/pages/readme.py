@@ -25,6 +25,11 @@ MODELS = {
     "perplexity_gemma3": "Gemma 3 270M (Q4_K_M)",
 }
 NONE = "–"
+C4 = "c4_demo.jsonl"
+GRID = {  # rows of the grid -> their names elsewhere
+    "latentllm 0.3": "latentllm (joint) 0.3",
+    "modegpt:selection=leverage,selection_qk=norm,gqa=paper 0.3": f"{FORMS} 0.3",
+}
 LIST = "## All pages"  # the rest of the first page
 
 
@@ -97,7 +102,7 @@ def curve(found: dict[str, dict], setting: str) -> tuple[list[float], list[float
 
 
 def short(results: Path) -> list[str]:
-    """Return the table of the README: five rows of the longer one, for the three methods to use."""
+    """Return the table of the README: six rows of the longer one, for the three methods to use."""
     lines = [line.strip("| ").split(" | ") for line in table(results)]
     wanted = ("parameters", "perplexity of ", "zero-shot")
     chosen = [[line[i] for i in SHORT] for line in lines[2:] if line[0].startswith(wanted)]
@@ -110,9 +115,13 @@ def table(results: Path) -> list[str]:
     return [
         HEAD,
         "|---" * HEAD.count(" | ") + "|---|",
-        line("parameters", smol, lambda row: f"{row['parameters'] / 1e6:.1f} M"),
-        *(perplexity(results, name) for name in MODELS),
-        line("zero-shot accuracy, mean of four tasks", rows(results, "zero_shot_smollm2"), accuracy),
+        line("parameters of SmolLM2", smol, lambda row: f"{row['parameters'] / 1e6:.1f} M"),
+        *(text for name in MODELS for text in perplexities(results, name)),
+        line(
+            f"zero-shot accuracy of {MODELS['perplexity_smollm2']}, mean of four tasks (± 1.5)",
+            rows(results, "zero_shot_smollm2"),
+            accuracy,
+        ),
         *caches(results),
         *speed(rows(results, "speed"), rows(results, "decode")),
         cost(rows(results, "compression_cost")),
@@ -133,11 +142,17 @@ def joined(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def perplexity(results: Path, name: str) -> str:
-    """A row that says which file was measured, and on how long an excerpt."""
+def perplexities(results: Path, name: str) -> list[str]:
+    """Rows that say which file was measured, and on how long an excerpt; of SmolLM2 on C4, too."""
     text = read_json(results / f"{name}.json")["config"]["evaluation"]
-    what = f"perplexity of {MODELS[name]} on {text['samples']} x {text['length']} tokens of WikiText-2"
-    return line(what, rows(results, name), lambda row: number(row["perplexity"]))
+    what = f"perplexity of {MODELS[name]} on {text['samples']} x {text['length']} tokens of"
+    found = [line(f"{what} WikiText-2", rows(results, name), lambda row: number(row["perplexity"]))]
+    if name == "perplexity_smollm2":
+        grid = read_json(results / "grid_smollm2.json")["config"]["evaluation"][C4]
+        what = f"perplexity of {MODELS[name]} on {grid['samples']} x {grid['length']} tokens of C4"
+        other = {GRID.get(key, key): row for key, row in rows(results, "grid_smollm2").items()}
+        found.append(line(what, other, lambda row: number(row["perplexity"][C4])))
+    return found
 
 
 def number(value: float) -> str:

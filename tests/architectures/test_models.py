@@ -70,7 +70,7 @@ def test_the_command_lists_all_of_them(run, capsys, tmp_path, monkeypatch):
     code, out, _ = run("models --json")
     rows = json.loads(out)["models"]
     assert code in (0, None) and rows == rows_of_models()
-    assert [(row["model_type"], row["part"]) for row in rows] == [
+    assert [(row["model_type"], row["component"]) for row in rows] == [
         (m.model_type, part) for m in MODELS for part in m.parts
     ]
     table = run("models")[1]

@@ -4,10 +4,10 @@ Shape legend: B sequences of a batch, T tokens, H query heads, K key heads, N he
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
@@ -89,11 +89,10 @@ class Projections:
             return []
         self._hung = True
         return [
-            m.register_forward_hook(lambda _, __, output, place=place: self._catch(place, output))
-            for place, m in enumerate(self.attention.qkv_modules)
+            m.register_forward_hook(partial(self._catch, place)) for place, m in enumerate(self.attention.qkv_modules)
         ]
 
-    def _catch(self, place: int, output: Tensor) -> None:
+    def _catch(self, place: int, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
         if self._heads is not None:  # the batch before is over
             self.outputs, self._heads = {}, None
         self.outputs[place] = output

@@ -27,11 +27,11 @@ class Middle:
             return []
         if self.view.middle is not None:
             return [self.view.middle.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
-        return [
-            self.view.attention.module.register_forward_hook(
-                lambda _, __, out: self._catch(out[0] if isinstance(out, tuple) else out)
-            )
-        ]
+
+        def catch(_: Any, __: Any, output: Any) -> None:
+            self._catch(output[0] if isinstance(output, tuple) else output)
+
+        return [self.view.attention.module.register_forward_hook(catch)]
 
     def _catch(self, x: Tensor) -> None:
         self._caught = x

@@ -23,7 +23,7 @@ METHODS = {
     "rankfold": Entry(
         "rankfold.method",
         "Rankfold",
-        "Smaller MLPs and heads, fitted to the dense model's outputs; ranks by measured loss",
+        "Smaller MLPs and heads, fitted to dense outputs; ranks by measured loss",
     ),
     "modegpt": Entry("modegpt.method", "MoDeGPT", "Fewer MLP units, rotary pairs and value dimensions", "2408.09632"),
     "latentllm": Entry("latentllm.method", "LatentLLM", "Every linear layer through a latent, jointly", "2505.18413"),
