@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import os
 from dataclasses import replace
 
@@ -69,6 +70,12 @@ def test_a_killed_search_goes_on_and_leaves_one_folder(source, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         rankfold.compress(source, **how)
     assert [path.name for path in tmp_path.iterdir()] == ["small.search"]
+    first = len(calls)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "small.search", tmp_path / "other.search")
+    near = rankfold.compress(source, **{**how, "keep_quality": 0.61, "output": other})  # whose record is its own
+    assert near.record["goal"]["asked"] == 0.61 and calls[first].asked == 0.61
+    shutil.rmtree(other)
     first = len(calls)
     found = rankfold.compress(source, **how)
     assert calls[first].earlier_runs and [path.name for path in tmp_path.iterdir()] == [

@@ -1,7 +1,7 @@
 """The largest saving that keeps a quality: predict, compress, measure on held-out text, correct, and compress once
 more.
 
-    curves of the dense model ---> sparsity ---> OUT.search/SPARSITY/OUT ---> likelihood kept ---> corrected sparsity
+    curves of the dense model ---> sparsity ---> OUT.search/Q/SPARSITY/OUT ---> likelihood kept ---> corrected sparsity
     ---> ...
                                                           |
                                     the smallest that keeps enough ---> OUT
@@ -87,7 +87,7 @@ def compress_to_keep(
     curve = loss_curve(validated(source), method, tokens, moments)
     tokens, moments = _measured_once(source, method, tokens, moments, mode)
     seconds = time.perf_counter() - begin
-    place = _Places(Path(output)) if output is not None else None
+    place = _Places(Path(output), keep_quality) if output is not None else None
     runs: list[Lost] = []
     earlier: list[dict[str, float]] = []
     kept: CompressionResult | None = None
@@ -107,7 +107,7 @@ def compress_to_keep(
             on_run(f"run {len(runs)}: sparsity {sparsity:g} keeps {got:.4f}, asked {keep_quality:g}")
     if kept is None:
         if place:
-            on_first(lambda: shutil.rmtree(place.folder))
+            on_first(place.clear)
         tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
         raise OptionError(
             f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried "
@@ -205,14 +205,15 @@ def loss_curve(
 
 
 class _Places:
-    """Where the runs of a search lie until the end: ``OUT.search/SPARSITY/OUT``."""
+    """Where the runs of a search lie until the end: ``OUT.search/QUALITY/SPARSITY/OUT``."""
 
-    def __init__(self, output: Path):
+    def __init__(self, output: Path, keep_quality: float):
         self.output, self.folder = output, output.with_name(f"{output.name}.search")
+        self.runs = self.folder / f"{keep_quality:g}"  # a record says what was asked for
 
     def of_run(self, sparsity: float) -> Path:
         """Return the output of a run, in a folder that is there."""
-        folder = self.folder / f"{sparsity:g}"
+        folder = self.runs / f"{sparsity:g}"
         with writing(folder):
             on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
         return folder / self.output.name
@@ -223,8 +224,13 @@ class _Places:
         with writing(self.output):
             os.rename(kept, self.output)
             sync_folder(self.output.resolve().parent)
-            shutil.rmtree(self.folder)
+        self.clear()
         return self.output
+
+    def clear(self) -> None:
+        """Remove all runs."""
+        with writing(self.folder):
+            shutil.rmtree(self.folder)
 
 
 def _run(
