@@ -209,7 +209,7 @@ class _Places:
 
     def __init__(self, output: Path, keep_quality: float):
         self.output, self.folder = output, output.with_name(f"{output.name}.search")
-        self.runs = self.folder / f"{keep_quality:g}"  # a record says what was asked for
+        self.runs = self.folder / str(keep_quality)  # a record says what was asked for
 
     def of_run(self, sparsity: float) -> Path:
         """Return the output of a run, in a folder that is there."""
