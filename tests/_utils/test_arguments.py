@@ -214,6 +214,8 @@ def test_the_line_names_argument_kind_and_value(call, message, given):
 def test_what_no_argument_is_called_is_refused_with_the_name_of_the_function():
     with pytest.raises(TypeError, match=r"^compress\(\): too many positional arguments$"):
         rankfold.compress("model", 0.3, "wikitext2")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_lenght'; did you mean 'max_length'\?$"):
+        rankfold.calibrate("model", max_lenght=3)
     with pytest.raises(TypeError, match=r"^open_model\(\): missing a required argument: 'model'$"):
         rankfold.open_model()
 

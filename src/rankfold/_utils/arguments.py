@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ParamSpec, TypeVar
 
-from ..errors import OptionError
+from ..errors import OptionError, suggestion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,9 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{function.__name__}(): {error}") from None
+            unknown = next((name for name in kwargs if name not in signature.parameters), None)
+            hint = suggestion(unknown, signature.parameters) if unknown else ""
+            raise TypeError(f"{function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
         for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
