@@ -270,6 +270,9 @@ def test_texts_of_one_name_are_told_apart(place, source):
 def test_the_text_that_was_calibrated_on_is_named(finished, source, tokens, measures, caplog):
     compare(source, cells_of(parse_forms(METHODS), [0.2, 0.4]), tokens, measures, finished[0])
     assert "text.txt is the calibration text too" in caplog.text and "other.txt" not in caplog.text
+    for page in ("table.md", "report.html"):  # which others are shown
+        text = (finished[0] / page).read_text()
+        assert text.count("text.txt is the calibration text too; its perplexities are too good") == 1, page
 
 
 def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, source, tokens, tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ from .grid import Cell
 from .measures import Measures
 from .protocol import Rules
 from .report.page import write_report, write_rows
+from .report.table import COMMON
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def compare(
     if rules:
         identity["protocol"] = rules.describe(identity)
     folder = Folder(Path(output), identity)
-    _warn_of_common_text(tokens, measures)
+    for text in _common_texts(tokens, measures):
+        log.warning("warning: %s", COMMON.format(text))
     with folder.working(cells) if is_first() else contextlib.nullcontext():
         kept, done = from_first(lambda: (folder.kept(), folder.all_done([DENSE, *(cell.key for cell in cells)])))
         lost = done - {DENSE} - kept
@@ -134,11 +136,10 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     return found
 
 
-def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
+def _common_texts(tokens: CalibrationData, measures: Measures) -> list[str]:
+    """Return the texts that are measured and calibrated on."""
     calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
-    for text in measures.describe().get("texts", []):
-        if text["origin"] in calibrated:
-            log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
+    return [text["text"] for text in measures.describe().get("texts", []) if text["origin"] in calibrated]
 
 
 class CellRunner:
@@ -188,6 +189,7 @@ class CellRunner:
             "kv_bytes_per_token": cache_bytes(model),
         }
         row = _row("dense", 0.0, None, None) | {"counts": counts}
+        row |= {"common_texts": _common_texts(self.tokens, self.measures)}
         return row | self._measured(model)
 
     def run(self, cell: Cell) -> dict:

@@ -19,6 +19,7 @@ ALIKE = ("removed", "M parameters", "MiB", "KV bytes/token", "measured")  # stan
 NAMES = ("method", "sparsity")
 TEXTS = ("method", "measured", "note")  # columns of words
 FOLDED, AROUND = 20, 3  # characters from which on words are folded, and around every cell
+COMMON = "{} is the calibration text too; its perplexities are too good"
 ZEROS = ("zeros", "what is removed stays as zeros")
 
 
@@ -84,6 +85,7 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     seconds = row["compress_seconds"]
     # A text that the dense model guesses is named in its row: the others have the same text, and their ratio to it.
     marks = [*marked_warnings(row if row is dense else row | {"measures": {}}), *([ZEROS] if "zeros" in counts else [])]
+    marks += [("calibrated on it", COMMON.format(text)) for text in row.get("common_texts", [])]
     return found | {
         "removed": "" if row is dense else f"{counts['sparsity']:.2%}",
         "M parameters": f"{counts['parameters'] / 1e6:,.2f}",
