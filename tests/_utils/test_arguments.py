@@ -192,7 +192,7 @@ def given(good):
             "model must be a str, a pathlib.Path or a PyTorch module, got '3' of type int",
         ),
         (lambda given: rankfold.open_model(given["model"].model, device="cuda"), "device"),
-        (lambda given: rankfold.load("model", dtype=torch.float16), "dtype must be a str, got 'torch.float16'"),
+        (lambda given: rankfold.load("model", dtype=16), "dtype must be a str, got '16' of type int"),
         (lambda given: rankfold.calibrate(given["model"], tokens(4), statistics={1}), "must be set of a str or None"),
         (lambda given: rankfold.compress_components([(1, 2)], "x"), "each of the components is an open model"),
         (lambda given: rankfold.compress_components([3], "x"), "components must be iterable of tuple of an open model"),
@@ -209,6 +209,14 @@ def given(good):
 def test_the_line_names_argument_kind_and_value(call, message, given):
     with pytest.raises(OptionError, match=message):
         call(given)
+
+
+def test_a_dtype_or_a_device_of_pytorch_serves_as_its_name(given):
+    named = rankfold.open_model(given["model"].model, dtype="bfloat16", device="cpu")
+    meant = rankfold.open_model(given["model"].model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (named.dtype, named.device) == (meant.dtype, meant.device) == (torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(OptionError, match="dtype must be auto, float32, bfloat16, float16; got 'float64'"):
+        rankfold.open_model(given["model"].model, dtype=torch.float64)
 
 
 def test_what_no_argument_is_called_is_refused_with_the_name_of_the_function():

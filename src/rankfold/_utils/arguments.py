@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import OptionError, suggestion
 
+OF_TORCH = ("dtype", "device")  # arguments that are names, or what PyTorch has of these names
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,14 +56,22 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
             unknown = next((name for name in kwargs if name not in signature.parameters), None)
             hint = suggestion(unknown, signature.parameters) if unknown else ""
             raise TypeError(f"{function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
+        bound.arguments.update({name: _named(value) for name, value in bound.arguments.items() if name in OF_TORCH})
         for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
                     f"{name} must be {_called(wanted[name])}, got {str(value)[:40]!r} of type {type(value).__name__}"
                 )
-        return function(*args, **kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _named(value: object) -> object:
+    """Return the name of a dtype or device of PyTorch, which is not imported for this; anything else as it is."""
+    kind = type(value)
+    is_of_torch = kind.__module__ == "torch" and kind.__name__ in OF_TORCH
+    return str(value).removeprefix("torch.") if is_of_torch else value
 
 
 def _is_of(value: object, hint: Any) -> bool:
