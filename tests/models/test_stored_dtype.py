@@ -126,7 +126,9 @@ def test_the_whole_model_is_rounded_as_its_blocks_are(in_memory, tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
     source = rankfold.open_model(model if in_memory else tmp_path, dtype="bfloat16", device="cpu")
-    weights = source.whole_model().state_dict()
+    whole = source.whole_model()
+    weights, tables = whole.state_dict(), [b for name, b in whole.named_buffers() if name.endswith("inv_freq")]
+    assert tables and all(torch.equal(table, source.inv_freq(0)) for table in tables)
     assert all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in weights.values())
     for index in range(len(source)):
         for name, weight in source.block(index).module.state_dict().items():

@@ -203,8 +203,8 @@ class DenseModel:
             whole = read_gguf(self.weights.place, self.compute_dtype)
         else:
             whole = read_whole(self.weights.place, self.model.config, self.compute_dtype)
-        if not as_stored:  # blocks are rounded, too
-            nn.Module.to(whole, self.dtype).to(self.compute_dtype)
+        for weight in () if as_stored else whole.parameters():  # rounded as blocks are; tables of angles stay exact
+            weight.data = weight.data.to(self.dtype).to(self.compute_dtype)
         return nn.Module.to(whole, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:
