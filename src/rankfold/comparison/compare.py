@@ -136,8 +136,10 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     return found
 
 
-def _common_texts(tokens: CalibrationData, measures: Measures) -> list[str]:
+def _common_texts(tokens: CalibrationData | None, measures: Measures) -> list[str]:
     """Return the texts that are measured and calibrated on."""
+    if tokens is None:  # nothing is compressed
+        return []
     calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
     return [text["text"] for text in measures.describe().get("texts", []) if text["origin"] in calibrated]
 
