@@ -131,7 +131,8 @@ def answers(text: str) -> Iterator[Finding]:
     if stated := re.search(r"keeps (\d+), (\d+) and (\d+) % of its exact answers at 0.1, 0.2 and 0.3", text):
         rows = record("gates_smollm2")["rows"]
         for sparsity, value in zip((0.1, 0.2, 0.3), stated.groups(), strict=True):
-            yield Finding(f"exact answers at {sparsity}", value, f"{100 * rows[f'rankfold {sparsity}']['kept']['exact']:.0f}")
+            kept = rows[f"rankfold {sparsity}"]["kept"]["exact"]
+            yield Finding(f"exact answers at {sparsity}", value, f"{100 * kept:.0f}")
 
 
 def counts(text: str) -> Iterator[Finding]:
