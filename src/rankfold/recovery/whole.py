@@ -165,12 +165,12 @@ class WholeModel:
         common["checkpointing"] = self.settings.gradient_checkpointing
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
         with without_dropout(student), evaluating(self.dense):
-            trial = make(args(steps=1, every=1))
-            lr = options.lr or self._measured_rate(trial)
+            trial = functools.cache(lambda: make(args(steps=1, every=1)))  # where a rate or a time is to be measured
+            lr = options.lr or self._measured_rate(trial())
             args = functools.partial(args, learning_rate=lr)
             scores = SCORES
             if seconds is not None:
-                scores, most = _fitting(*seconds, work, network, trial)
+                scores, most = _fitting(*seconds, work, network, trial())
                 steps = min(steps, most)
             judge.every = max(1, steps // scores)
             settled = args(steps=steps, every=judge.every)
