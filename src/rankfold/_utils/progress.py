@@ -96,14 +96,14 @@ class Steps:
         left = self.seconds_left
         parts = [
             f"{self.label}: {self.done} of {self.total}" if self.total is not None else f"{self.label}: {self.done}",
-            f"{_duration(self.seconds)} so far",
-            f"about {_duration(left)} left" if left is not None and self.done < (self.total or 0) else "",
+            f"{duration(self.seconds)} so far",
+            f"about {duration(left)} left" if left is not None and self.done < (self.total or 0) else "",
             self.note,
         ]
         return ", ".join(filter(None, parts))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``45 s``, ``12 min``, ``3 h 05 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -183,7 +183,7 @@ class _Left(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = task.fields["steps"].seconds_left
-        return Text(f"{_duration(left)} left" if left is not None else "", style="progress.remaining")
+        return Text(f"{duration(left)} left" if left is not None else "", style="progress.remaining")
 
 
 class _Note(ProgressColumn):

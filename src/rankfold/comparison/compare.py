@@ -81,7 +81,8 @@ def compare(
     if rules:
         identity["protocol"] = rules.describe(identity)
     folder = Folder(Path(output), identity)
-    for text in _common_texts(tokens, measures):
+    common = _common_texts(tokens, identity)
+    for text in common:
         log.warning("warning: %s", COMMON.format(text))
     with folder.working(cells) if is_first() else contextlib.nullcontext():
         kept, done = from_first(lambda: (folder.kept(), folder.all_done([DENSE, *(cell.key for cell in cells)])))
@@ -110,7 +111,7 @@ def compare(
             return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
 
         def take_dense() -> None:
-            row = work.dense_row()
+            row = work.dense_row() | {"common_texts": common}
             folder.keep(DENSE, judged(row, row))
             on_row(folder.row(DENSE))
 
@@ -136,12 +137,10 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     return found
 
 
-def _common_texts(tokens: CalibrationData | None, measures: Measures) -> list[str]:
+def _common_texts(tokens: CalibrationData, identity: dict) -> list[str]:
     """Return the texts that are measured and calibrated on."""
-    if tokens is None:  # nothing is compressed
-        return []
     calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
-    return [text["text"] for text in measures.describe().get("texts", []) if text["origin"] in calibrated]
+    return [text["text"] for text in identity["measures"].get("texts", []) if text["origin"] in calibrated]
 
 
 class CellRunner:
@@ -191,7 +190,6 @@ class CellRunner:
             "kv_bytes_per_token": cache_bytes(model),
         }
         row = _row("dense", 0.0, None, None) | {"counts": counts}
-        row |= {"common_texts": _common_texts(self.tokens, self.measures)}
         return row | self._measured(model)
 
     def run(self, cell: Cell) -> dict:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._utils.present import present
+from .._utils.progress import duration
 from ..errors import option
 from .outcomes import change_text, size_rows
 
@@ -170,7 +171,7 @@ class Plan:
         else:
             yield "peak memory without the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
         if self.seconds is not None:
-            yield f"time{self._where()} (estimate)", _duration(self.seconds)
+            yield f"time{self._where()} (estimate)", duration(self.seconds)
 
     def _of_experts(self) -> Iterator[tuple[str, str]]:
         if not self.experts:
@@ -199,10 +200,6 @@ class Plan:
         if self.calibration is None:
             return []
         return self.calibration.get("texts", [{"held_out": 0, "share": 1.0} | self.calibration])
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
 def _cells(module: ModulePlan | None) -> tuple[str, str]:
