@@ -374,10 +374,14 @@ def studies(records: list[dict]) -> str:
 
 
 def allocation(records: list[dict]) -> str:
-    found = of_model(records, OPT)
     names = {"uniform": "uniform"} | {f"Eq. {n}, largest 0.8": f"by Eq. {n}" for n in (11, 43)} | {"OWL": "by OWL"}
-    told = ", ".join(f"{first(found[f'allocation: {key}'])} {name}" for key, name in names.items())
-    return f"On opt-6m with MoDeGPT's own modules at 0.3: {told} (dense {first(found['dense'])})."
+
+    def told(model: str) -> str:
+        found = of_model(records, model)
+        values = [f"{first(found[f'allocation: {key}'])} {name}" for key, name in names.items()]
+        return f"{', '.join(values)} (dense {first(found['dense'])})"
+
+    return f"With MoDeGPT's own modules at 0.3, on opt-6m: {told(OPT)}; on SmolLM2: {told(SMOL)}."
 
 
 def module_cost(records: list[dict]) -> str:
