@@ -24,8 +24,19 @@ CONFIGS = {
         **{"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 48},
         position_embedding_type="nope",
     ),
+    "bamba": lambda: t.BambaConfig(**DEEP, **HEADS_OF_MAMBA, attn_layer_indices=[1, 3]),
+    "falcon_h1": lambda: t.FalconH1Config(  # attention in all blocks, beside it
+        **DEEP, **HEADS_OF_MAMBA, mamba_d_ssm=64, mlp_multipliers=[0.8, 1.25], attention_out_multiplier=0.7
+    ),
 }
-PLACE = {"qwen3_5_text": "linear_attn", "lfm2": "conv", "granitemoehybrid": "mamba"}
+PLACE = {
+    **{"qwen3_5_text": "linear_attn", "lfm2": "conv"},
+    **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1"), "mamba"),
+}
+DOWN = {
+    **{"qwen3_5_text": "mlp.down_proj", "lfm2": "feed_forward.w2", "granitemoehybrid": "shared_mlp.output_linear"},
+    **dict.fromkeys(("bamba", "falcon_h1"), "feed_forward.down_proj"),
+}
 METHODS = ["rankfold", "modegpt", "latentllm", "svd-llm", "flap", "llm-pruner", "obd", "shortgpt"]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -87,9 +98,8 @@ def test_nothing_removed_leaves_the_logits(family, tmp_path):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_moments_are_of_the_hidden_units_of_transformers_own_forward(family):
     dense, seen = model_of(family), {}
-    mlp = {"qwen3_5_text": "mlp.down_proj", "lfm2": "feed_forward.w2", "granitemoehybrid": "shared_mlp.output_linear"}
     for index, block in enumerate(dense.model.layers):
-        block.get_submodule(mlp[family]).register_forward_pre_hook(
+        block.get_submodule(DOWN[family]).register_forward_pre_hook(
             lambda _, args, index=index: seen.setdefault(index, []).append(args[0].detach())
         )
     data = tokens()
@@ -144,7 +154,7 @@ def test_the_last_attention_is_not_removed():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_is_not_a_matter_of_shapes_is_refused_in_one_line(family):
     dense = model_of(family)
-    with pytest.raises(UnsupportedModelError, match="blocks without attention"):
+    with pytest.raises(UnsupportedModelError, match="mixes tokens by more than attention"):
         formula_macs(dense, 16)
-    with pytest.raises(UnsupportedModelError, match="blocks without attention"):
+    with pytest.raises(UnsupportedModelError, match="mixes tokens by more than attention"):
         rankfold.compress(dense, 0.2, method="modegpt", calibration=tokens(), budget="flops")

@@ -1,5 +1,5 @@
-"""DeepSeek V3: experts beside a shared one behind the first blocks; latent attention. dots.llm1: such experts, and
-Qwen3's attention."""
+"""DeepSeek V2 and V3: experts beside a shared one behind the first blocks; latent attention. dots.llm1: such experts,
+and Qwen3's attention."""
 
 from dataclasses import replace
 
@@ -25,7 +25,10 @@ SHARED = MLPSpec(
 
 EXPERTS = ExpertsSpec(shared=SHARED, width=None, groups=("n_group", "topk_group"))
 
+DEEPSEEK = replace(LLAMA, model_type="deepseek_v3", attention=LATENT, experts=EXPERTS, norms=None)
+
 ARCHITECTURES = (
-    replace(LLAMA, model_type="deepseek_v3", attention=LATENT, experts=EXPERTS, norms=None),
+    DEEPSEEK,
+    replace(DEEPSEEK, model_type="deepseek_v2"),
     replace(QWEN3, model_type="dots1", experts=EXPERTS),
 )

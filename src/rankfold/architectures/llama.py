@@ -11,6 +11,7 @@ LLAMA = Architecture(
     mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", activation="mlp.act_fn"),
     norms=NormsSpec(),
 )
+MAMBA = mixer("mamba", "it has a state in place of keys and values")
 ADJACENT = replace(LLAMA.attention, pairs="adjacent")
 GRANITE = replace(LLAMA, model_type="granite", adds=False)  # a factor stands behind each half of its block
 GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
@@ -38,7 +39,7 @@ ARCHITECTURES = (
         attention=replace(
             LLAMA.attention, position=ByConfig("position_embedding_type", yes="rope", no="none", value="rope")
         ),
-        mixers=(mixer("mamba", "it has a state in place of keys and values"),),
+        mixers=(MAMBA,),
         mlp=GRANITE_SHARED,
         experts=replace(GRANITE_EXPERTS, shared=GRANITE_SHARED),
         norms=None,

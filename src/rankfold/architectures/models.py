@@ -51,6 +51,8 @@ DECODERS = {
     "glm4": "GLM 4",
     "exaone4": "EXAONE 4",
     "lfm2": "LFM2",
+    "bamba": "Bamba",
+    "falcon_h1": "Falcon-H1",
     "ernie4_5": "ERNIE 4.5",
     "seed_oss": "Seed-OSS",
     "helium": "Helium",
@@ -77,10 +79,12 @@ EXPERTS = {
     "granitemoehybrid": "Granite 4",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
+    "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3",
     "glm4_moe": "GLM 4.5 to 4.7",
     "dots1": "dots.llm1",
     "lfm2_moe": "LFM2-MoE",
+    "jamba": "Jamba",
 }
 ENCODERS = {
     "bert": "BERT",

@@ -17,7 +17,21 @@ if TYPE_CHECKING:
 # The files beside this one that have families.
 FAMILIES = (
     *("bert", "bloom", "clip", "cohere", "deepseek", "exaone", "falcon", "gemma", "glm", "gpt2", "gpt_neo", "gpt_neox"),
-    *("gpt_oss", "gptj", "lfm2", "llama", "modernbert", "mpt", "olmo", "opt", "phi", "qwen", "qwen_vision", "ungated"),
+    *(
+        "gpt_oss",
+        "gptj",
+        "lfm2",
+        "llama",
+        "mamba",
+        "modernbert",
+        "mpt",
+        "olmo",
+        "opt",
+        "phi",
+        "qwen",
+        "qwen_vision",
+        "ungated",
+    ),
     "vit",
 )
 _MODULES = (importlib.import_module(f"{__package__}.{name}") for name in FAMILIES)

@@ -152,7 +152,8 @@ class Architecture:
     # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
     mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
-    # What some blocks have in place of attention, a child of theirs and `beyond` it: linear attention, a convolution.
+    # What some blocks have in place of attention, a child of theirs and `beyond` it: linear attention, a convolution;
+    # or the attention itself where something of that kind stands beside it.
     mixers: tuple[AttentionSpec, ...] = ()
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
@@ -175,7 +176,7 @@ class Architecture:
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be
     # used.
     positions_behind_padding: bool = False
-    returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
+    returns_tuple: bool = False  # the block returns (hidden, weights of attention) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
     # (field of the config, or of a part of it; what it does where set that no spec can say)
     unless: tuple[tuple[str, str], ...] = ()

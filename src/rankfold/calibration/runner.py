@@ -125,7 +125,7 @@ class _Recorder(StandIn):
             raise _Stop
         if self.instead is not None:
             hidden = self.instead[0] if hidden.dim() == 2 else self.instead
-        return (hidden,) if self.returns_tuple else hidden
+        return (hidden, None) if self.returns_tuple else hidden  # Bamba takes two apart
 
 
 @contextlib.contextmanager

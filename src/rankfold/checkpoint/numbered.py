@@ -6,7 +6,8 @@ LISTS = (
     *("kv_sharing_modes", "layer_rope_theta", "num_attention_heads_per_layer", "num_key_value_heads_per_layer"),
 )
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")  # so many blocks in front are of one kind
-NUMBERS = ("mlp_only_layers", "fullatt_block_indexes", "deepstack_visual_indexes")  # of the blocks of one kind
+# Numbers of the blocks of one kind.
+NUMBERS = ("mlp_only_layers", "fullatt_block_indexes", "deepstack_visual_indexes", "attn_layer_indices")
 # Rules that the lists above were made by, where the config takes None for a rule. Only a missing list is made by them
 # again.
 RULES = ("sliding_window_pattern", "_sliding_window_pattern")
@@ -21,10 +22,7 @@ def cut_part(config, kept: tuple[int, ...]) -> None:
     """
     blocks = config.num_hidden_layers
     _spell_out_experts(config, blocks)
-    for name in LISTS:
-        found = getattr(config, name, None)
-        if isinstance(found, list | tuple) and len(found) >= blocks:
-            setattr(config, name, [found[block] for block in kept])
+    lists = {name: found for name in LISTS if isinstance(found := getattr(config, name, None), list | tuple)}
     for name in COUNTS:
         found = getattr(config, name, None)
         if isinstance(found, int):
@@ -33,13 +31,17 @@ def cut_part(config, kept: tuple[int, ...]) -> None:
         found = getattr(config, name, None)
         if found:
             setattr(config, name, [place for place, block in enumerate(kept) if block in found])
-    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's list with repeats
-        config.attention_types = [[config.attention_layers, 1]]
     if getattr(config, "layer_types", None) is not None:
         for name in RULES:
             if getattr(config, name, None) is not None:
                 setattr(config, name, None)
     config.num_hidden_layers = len(kept)
+    for name, found in lists.items():
+        left = [found[block] for block in kept] if len(found) >= blocks else found
+        if getattr(config, name) != left:  # what other fields say cannot be set
+            setattr(config, name, left)
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's list with repeats
+        config.attention_types = [[config.attention_layers, 1]]
     if hasattr(
         config, "stage_names"
     ):  # of a backbone: one for every block, and what is handed out is behind the last one

@@ -141,8 +141,8 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
     """Count a weight of a linear layer once, and a query head dimension once for each of ``context`` positions."""
     if source.architecture.mixers:
         raise UnsupportedModelError(
-            f"{source.architecture.model_type} has blocks without attention, whose multiply-accumulates no formula "
-            "here counts; use another budget"
+            f"{source.architecture.model_type} mixes tokens by more than attention, whose multiply-accumulates no "
+            "formula here counts; use another budget"
         )
     if source.architecture.experts or source.architecture.mlp is None:
         raise UnsupportedModelError(

@@ -90,7 +90,7 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
         raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
     if architecture.mixers:
         raise UnsupportedModelError(
-            f"{architecture.model_type} has blocks without attention, whose MACs no formula here counts; use "
+            f"{architecture.model_type} mixes tokens by more than attention, whose MACs no formula here counts; use "
             "counted_macs"
         )
     if architecture.experts or architecture.mlp is None:
