@@ -308,8 +308,8 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
 
 
 def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
-    """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``, and how many
-    prompts were cut, if any."""
+    """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``, with the name of
+    a filter behind that of the metric, and how many prompts were cut, if any."""
     facts = {}
     for key, value in result["results"][name].items():
         metric, comma, filtered = key.partition(",")
@@ -317,7 +317,10 @@ def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
             continue
         if isinstance(value, float) and not math.isfinite(value):
             raise NumericsError(f"{metric} of {name} is {value}; check the checkpoint or dtype")
-        facts[metric if filtered == "none" else key] = None if value == "N/A" else value
+        if filtered != "none":  # the error of `exact_match,strict-match` is called like that of any other metric
+            error = "_stderr" * metric.endswith("_stderr")
+            metric = f"{metric.removesuffix('_stderr')},{filtered}{error}"
+        facts[metric] = None if value == "N/A" else value
     if name in result["n-samples"]:
         facts["samples"] = result["n-samples"][name]["effective"]
     if truncated := _of_leaves(name, cut, result["group_subtasks"]):
