@@ -1,11 +1,13 @@
 """The table of a comparison in a terminal: nothing of it is cut off, whatever the width."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rankfold.comparison.report.table import tables
+from rankfold.comparison.report.plots import result_pictures
+from rankfold.comparison.report.table import cells_of_table, tables
 
 TASKS = {f"a_task_with_a_name_{n}": {"acc": n / 8, "acc_stderr": 0.025} for n in range(8)}
 
@@ -51,3 +53,25 @@ def test_tables_are_as_few_as_fit():
     first, second, *_ = tables(ROWS, 80)
     width = Console(width=10_000).measure(first).maximum
     assert width + second.columns[2].width + 3 > 80 >= width
+
+
+def test_a_task_whose_answers_are_written_has_a_column():
+    """GSM8K has no `acc`; the first of the ways in which its answers are read is the one of the table."""
+    scores = {"exact_match,strict-match": 0.25, "exact_match,strict-match_stderr": 0.125, "exact_match,other": 0.5}
+    rows = [row("dense", 0.0), row("rankfold", 0.3)]
+    for one in rows:
+        one["measures"]["tasks"] = {"gsm8k": scores, "piqa": {"exact_match": 0.0, "acc": 0.5}, "wiki": {"bleu": 2.0}}
+    cells = cells_of_table(rows)
+    found = dict(zip(cells.header, cells.lines[1], strict=True))
+    assert found["gsm8k, %"] == "25.0 ± 12.5" and found["piqa, %"] == "50.0" and "wiki, %" not in found
+
+
+def test_the_picture_of_the_tasks_has_the_numbers_of_the_table():
+    """By a protocol these are of its metric, not of lm-eval's `acc`."""
+    rows = [row("dense", 0.0), row("rankfold", 0.3)]
+    for one in rows:
+        judged = {task: {"acc": facts["acc"] / 2, "acc_stderr": None} for task, facts in TASKS.items()}
+        one["protocol"] = {"tasks": judged, "means": {}, "kept": 1.0, "retention": 1.0}
+    (picture,) = (picture for picture in result_pictures(rows) if picture.name == "tasks-0.3")
+    curve: Any = picture.draw().axes[0].lines[1].get_ydata()
+    assert [*curve[:-1]] == [100 * facts["acc"] / 2 for facts in TASKS.values()]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..._utils.files import write_bytes, write_text
-from .table import by_quality
+from .table import by_quality, tasks_of
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 PAGE_WIDTH = 9.2  # inches of the main picture on a desk
@@ -45,7 +45,7 @@ def result_pictures(rows: list[dict]) -> list[Picture]:
             found.append(_perplexity(i, text["text"], done, styles))
         if "speed" in dense["measures"]:
             found += [_speed(kind, done, styles) for kind in ("prefill", "decode")]
-        tasks = [name for name, facts in dense["measures"].get("tasks", {}).items() if facts.get("acc") is not None]
+        tasks = [*tasks_of(dense)]
         if len(tasks) > 2:  # fewer span nothing
             found += [
                 _radar(tasks, sparsity, done, styles) for sparsity in sorted({row["sparsity"] for row in done[1:]})
@@ -124,7 +124,8 @@ def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) ->
         figure, axes = panel(f"accuracy (%) at sparsity {sparsity:g}", HEIGHT + 0.7, projection="polar")
         for row in [done[0], *(row for row in done[1:] if row["sparsity"] == sparsity)]:
             look = styles.get(row["label"], {"color": "0.5", "linestyle": ":"})
-            values = [100 * row["measures"]["tasks"][task]["acc"] for task in tasks]
+            found = tasks_of(row)
+            values = [100 * found[task]["acc"] for task in tasks]
             axes.plot([*angles, angles[0]], [*values, values[0]], label=shorten(row["label"]), **look)
         axes.set_xticks(angles, tasks)
         axes.set_ylim(0, 100)

@@ -74,7 +74,7 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
         over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
         found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
     judged = row.get("protocol")
-    found |= {f"{task}, %": accuracy(facts) for task, facts in _tasks(row).items()}
+    found |= {f"{task}, %": accuracy(facts) for task, facts in tasks_of(row).items()}
     if judged:
         found |= {f"{name}, %": f"{100 * mean:.1f}" for name, mean in judged["means"].items()}
         found |= {"kept": f"{judged['kept']:.1%}", RETENTION: f"{judged['retention']:.3f}"}
@@ -113,15 +113,22 @@ def _note(notes: list[str], mark: str, sentence: str) -> str:
     return f"{mark} [{notes.index(sentence) + 1}]"
 
 
-def _tasks(row: dict) -> dict[str, dict]:
-    """Return the accuracy of every task: by the metric of a protocol, or ``acc``."""
-    return row["protocol"]["tasks"] if "protocol" in row else row["measures"].get("tasks", {})
+def tasks_of(row: dict) -> dict[str, dict]:
+    """Return ``acc`` and its error for every task that has any: by the metric of a protocol, or lm-eval's ``acc``, or
+    ``exact_match`` of a task whose answers are written."""
+    if "protocol" in row:
+        return {task: facts for task, facts in row["protocol"]["tasks"].items() if facts["acc"] is not None}
+    found = {}
+    for task, facts in row["measures"].get("tasks", {}).items():
+        names = [name for name in facts if name.partition(",")[0] in ("acc", "exact_match")]
+        name = min(names, key=lambda name: name != "acc", default="acc")
+        if facts.get(name) is not None:
+            found[task] = {"acc": facts[name], "acc_stderr": facts.get(f"{name}_stderr")}
+    return found
 
 
 def accuracy(task: dict) -> str:
-    """Accuracy in per cent with its standard error; nothing where a task has none."""
-    if task.get("acc") is None:
-        return ""
+    """Accuracy in per cent with its standard error."""
     error = task.get("acc_stderr")
     return f"{100 * task['acc']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
@@ -130,7 +137,7 @@ def _values(row: dict) -> dict[str, float]:
     """Return column -> number, such that less is better."""
     measures = row["measures"]
     found = {f"perplexity {text['text']}": text["perplexity"] for text in measures["texts"]}
-    found |= {f"{task}, %": -facts["acc"] for task, facts in _tasks(row).items() if facts.get("acc") is not None}
+    found |= {f"{task}, %": -facts["acc"] for task, facts in tasks_of(row).items()}
     if "protocol" in row:
         found[RETENTION] = -row["protocol"]["retention"]
     speed = measures.get("speed")
