@@ -146,6 +146,7 @@ BAD = [
         "evaluate model --speed --limit 1",
         "--limit would be ignored without --text or --tasks or --generation; give both",
     ),
+    ("evaluate model --generation --limit 0", "--limit must be >= 1, got 0"),
     ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]

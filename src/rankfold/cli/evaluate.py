@@ -72,12 +72,13 @@ def command(
     from ..evaluation.writing import Writing
 
     names = [name.strip() for name in (tasks or "").split(",")]
+    prompts = Writing.limit if limit is None else limit
     result = evaluate(
         model,
         texts=Texts(text, max_length, limit, text_column) if text else None,
         questions=Questions(names, include_path, limit, batch_size, num_fewshot) if tasks is not None else None,
         cost=Cost(baseline, _sizes(batch_sizes)) if speed else None,
-        writing=Writing(include_path, limit or Writing.limit, baseline=baseline) if generation else None,
+        writing=Writing(include_path, prompts, baseline=baseline) if generation else None,
         dtype=dtype,
         device=device,
         stream=stream,
