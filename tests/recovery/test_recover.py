@@ -407,6 +407,14 @@ def test_the_learning_rate_rises_over_three_steps_at_least_or_half_of_the_run(tm
     assert found.warmup_steps == rising
 
 
+def test_held_out_text_is_scored_no_more_often_than_planned(place):
+    """Seven steps cannot be cut into four equal parts: the last one is shorter."""
+    result = recover(
+        place / "small", place / "dense", calibration=place / "manual.txt", **OPTIONS | {"tokens": 7 * 1024}
+    )
+    assert [one["step"] for one in result.record["recovery"]["history"]] == [0, 2, 4, 6, 7]
+
+
 def test_minutes_bound_the_tokens(place):
     result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.001, **OPTIONS)
     assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]

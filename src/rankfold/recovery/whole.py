@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import shutil
 import time
 from dataclasses import replace
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 STEPS, RATE = "steps.json", "rate.json"
 HELD_OUT, PROBES = "held out: ", "probe texts"  # what losses are of, in a cache
-SCORES = 10  # times that held-out text is scored during a run
+SCORES = 10  # times that held-out text is scored during a run, at most
 SCORING = 0.2  # of the minutes given, at most
 
 
@@ -172,7 +173,7 @@ class WholeModel:
             if seconds is not None:
                 scores, most = _fitting(*seconds, work, network, trial())
                 steps = min(steps, most)
-            judge.every = max(1, steps // scores)
+            judge.every = math.ceil(steps / scores)
             settled = args(steps=steps, every=judge.every)
             trained, memory = self._announced(settled)
             trainer = make(settled)
