@@ -1,6 +1,8 @@
 """Perplexity against the model's own loss and against probabilities multiplied out by hand."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from rankfold.errors import DataError, NumericsError
 from rankfold.evaluation.perplexity import DEFINITION, perplexity, windows_of
+from rankfold.evaluation.text import Texts
 
 VOCABULARY = 61
 
@@ -153,3 +156,17 @@ def test_a_perplexity_beyond_floating_point_is_an_error_with_a_name(model):
 def test_a_window_of_one_token_predicts_nothing():
     with pytest.raises(DataError, match="a sample of 1 tokens predicts none"):
         windows_of(torch.arange(9), 1)
+
+
+@pytest.mark.parametrize("rows, wanted", [(200, 16), (3, 1)])
+def test_a_limit_is_met_where_tokens_are_long(tmp_path, rows, wanted):
+    """Logs and padded tables have tokens of 20 characters, so more of the file is read than for most texts."""
+    row = json.dumps({"text": "=" * 1278})
+    (tmp_path / "log.jsonl").write_text("\n".join([row] * rows), encoding="utf-8")
+
+    def tokenizer(text, **_):
+        return SimpleNamespace(input_ids=torch.arange(len(text) // 20)[None] % 50)
+
+    texts = Texts((str(tmp_path / "log.jsonl"),), max_length=128, limit=16)
+    windows = texts.windows_of(*texts.read(), tokenizer, "model", LlamaConfig(vocab_size=50), 128)
+    assert len(windows) == wanted and windows.flatten().equal(torch.arange(wanted * 128) % 50)

@@ -14,7 +14,7 @@ from ..data.text import Text, named_column
 from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
-from ..evaluation.text import Texts, timed_perplexity, windows_of_text
+from ..evaluation.text import Texts, timed_perplexity
 from ..evaluation.writing import Writing
 from ..models.dense_model import DenseModel
 
@@ -67,7 +67,7 @@ class Perplexities:
     def __init__(self, source: DenseModel, texts: Texts):
         self.texts = texts.read()
         length = min(texts.max_length, source.context_length)
-        self.windows = [_windows(source, text, length, texts.limit_of(text.name)) for text in self.texts]
+        self.windows = [_windows(source, texts, text, length) for text in self.texts]
         self.labels, self.limits = _labels(texts.names), [texts.limit_of(name) for name in texts.names]
         self.text_column = named_column(texts.names, texts.text_column)
 
@@ -104,9 +104,9 @@ def _labels(names: Sequence[str]) -> list[str]:
     return labels
 
 
-def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> torch.Tensor:
+def _windows(source: DenseModel, texts: Texts, text: Text, length: int) -> torch.Tensor:
     try:
-        return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
+        return texts.windows_of(text, source.tokenizer, source.name, source.config, length)
     except DataError as error:
         raise DataError(f"{text.name}: {error}") from error
 

@@ -1,5 +1,6 @@
 """Perplexity of a named model on named texts."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,14 @@ from ..checkpoint.load import load_model, load_tokenizer
 from ..data.special_tokens import frame_of
 from ..data.text import Text, read_text, text_source
 from ..data.tokens import ids_of
-from ..errors import CheckpointError, OptionError, option
+from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
 from .perplexity import perplexity, streamed_perplexity, windows_of
 
 log = logging.getLogger(__name__)
+
+MANY, MOST = 8, 128  # characters of a token: more than there are in most texts, and in any
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,24 @@ class Texts:
         twice = [name for name, source in zip(self.names, read, strict=True) if read.count(source) > 1]
         if twice:
             raise OptionError(f"{option('text')} names {twice[0]!r} more than once; name it once")
-        return [self._read(name) for name in self.names]
+        return [self._read(name, MANY) for name in self.names]
 
-    def _read(self, name: str) -> Text:
+    def _read(self, name: str, characters: int) -> Text:
         limit = self.limit_of(name)
-        characters = None if limit is None else limit * self.max_length * 8
-        return read_text(name, use="evaluation", column=self.text_column, characters=characters)
+        most = None if limit is None else limit * self.max_length * characters
+        return read_text(name, use="evaluation", column=self.text_column, characters=most)
+
+    def windows_of(self, text: Text, tokenizer, model: str, config, length: int) -> Tensor:
+        """Return the ``(W, T)`` windows of a text that was read; arguments and errors as of :func:`windows_of_text`.
+
+        Tokens of logs and padded tables are long, so more of a text is read where it has fewer windows than wanted.
+        """
+        limit = self.limit_of(text.name)
+        with contextlib.suppress(DataError):
+            windows = windows_of_text(text, tokenizer, model, config, length, limit)
+            if limit is None or len(windows) == limit:
+                return windows
+        return windows_of_text(self._read(text.name, MOST), tokenizer, model, config, length, limit)
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and
@@ -83,7 +98,7 @@ class Texts:
             if text.origin in _calibrated_on(whole):
                 told = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
                 log.warning(told, model, text.name)
-            windows = windows_of_text(text, tokenizer, model, config, length, self.limit_of(text.name))
+            windows = self.windows_of(text, tokenizer, model, config, length)
             found.append({"text": text.name, **timed_perplexity(network, windows, text.name)})
         return found
 
