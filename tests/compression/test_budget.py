@@ -123,7 +123,7 @@ def test_a_batch_goes_with_bytes_and_with_what_caches():
         rankfold.plan(opened_encoder("bert"), method=MoDeGPT(budget="bytes:batch=8"))
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3", "gemma3-images"])
 # Not `name`, of which other functions have more values: so few all are in `make test`.
 @pytest.mark.parametrize("counted", ["modegpt", "latentllm", "flap", "influence", "measured"])
 def test_flops_are_those_of_a_forward(counted, family):

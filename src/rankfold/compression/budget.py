@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from .._utils.processes import from_first
 from .._utils.sizes import parse_size, size_text
 from ..allocation import Bytes, ContextBudget, Parameters, block_weights, check_reachable, unique_parameters
-from ..architectures import BlockView
+from ..architectures import Architecture, BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError, option
 from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
@@ -154,8 +154,15 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
         return unit.size(rank) + attended_macs(view, unit.module, rank) * context
 
     attention = [view.attention for view in source.meta_blocks()]
-    linear = sum(m.weight.numel() for m in whole.modules() if isinstance(m, nn.Linear | Conv1D))
+    passed = token_modules(source.model, source.architecture) if whole is source.model else whole.modules()
+    linear = sum(m.weight.numel() for m in passed if isinstance(m, nn.Linear | Conv1D))
     return size, linear + sum(2 * a.heads * a.head_dim * context for a in attention), {"context": context}
+
+
+def token_modules(model: Any, architecture: Architecture) -> list[nn.Module]:
+    """Return the modules that a token goes through: what holds the blocks, and the head; no other tower."""
+    parts = (model.get_submodule(architecture.blocks.rpartition(".")[0]), model.get_output_embeddings())
+    return [module for part in parts if part is not None for module in part.modules()]
 
 
 def attended_macs(view: BlockView, module: str, rank: int) -> int:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .._utils.evaluating import cache_for
 from ..architectures import BlockView, architecture_of
-from ..compression.budget import attended_macs
+from ..compression.budget import attended_macs, token_modules
 from ..errors import OptionError, UnsupportedModelError
 from ..models.dense_model import DenseModel
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
@@ -107,7 +107,7 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
             view = BlockView(architecture, index, block, config).attention
             attention += 2 * view.heads * view.head_dim
     parts = {
-        "linear": tokens * sum(_linear(module) for module in model.modules()),
+        "linear": tokens * sum(map(_linear, token_modules(model, architecture))),
         "attention": tokens * tokens * attention,
     }
     return parts | {"total": sum(parts.values())}
