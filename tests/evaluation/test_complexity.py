@@ -53,7 +53,8 @@ def test_dense_opt_by_hand():
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-mha-tied", "llama-bias", "opt", "gpt2", "gpt_neox", "phi3", "gemma3-images"]
+    "family",
+    ["llama", "llama-mha-tied", "llama-bias", "opt", "gpt2", "gpt_neox", "phi3", "gemma3-images", "falcon-gqa"],
 )
 def test_counter_equals_formula_on_dense_models(family):
     model = tiny_model(family)

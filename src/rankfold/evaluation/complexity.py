@@ -171,8 +171,8 @@ def _nonzeros(module: nn.Module) -> int:
 @contextmanager
 def _eager(model: PreTrainedModel):
     before: Any = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.config._attn_implementation = "eager"  # Falcon ignores set_attn_implementation
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.config._attn_implementation = before
