@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import rankfold
-from families import opened, tokens
+from families import opened, tiny_model, tokens
 from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method
 from rankfold.allocation import Bytes, FLOPs, Latency
 from rankfold.allocation.ranks import allocate
@@ -141,6 +141,14 @@ def test_flops_of_the_blocks_leave_out_the_head_and_the_context_is_the_model_s_a
     blocks, whole = (plan_of(source, under("modegpt", budget="flops", scope=of)).budget for of in ("blocks", "model"))
     assert whole["counted"] - blocks["counted"] == 32 * 96
     assert blocks["context"] == source.context_length == 64
+
+
+def test_flops_of_a_tower_have_neither_the_language_model_nor_its_head():
+    source = rankfold.open_model(tiny_model("gemma3-images"), device="cpu", component="vision")
+    blocks, whole = (
+        rank_options(source, under("modegpt", budget="flops", scope=scope)).counted for scope in ("blocks", "model")
+    )
+    assert whole == blocks
 
 
 @pytest.mark.parametrize("budget", ["parameters", "bytes", "flops"])

@@ -154,14 +154,17 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
         return unit.size(rank) + attended_macs(view, unit.module, rank) * context
 
     attention = [view.attention for view in source.meta_blocks()]
-    passed = token_modules(source.model, source.architecture) if whole is source.model else whole.modules()
+    passed = whole.modules()
+    if whole is source.model:
+        passed = token_modules(source.model, source.architecture, writes=not source.part.takes_images)
     linear = sum(m.weight.numel() for m in passed if isinstance(m, nn.Linear | Conv1D))
     return size, linear + sum(2 * a.heads * a.head_dim * context for a in attention), {"context": context}
 
 
-def token_modules(model: Any, architecture: Architecture) -> list[nn.Module]:
-    """Return the modules that a token goes through: what holds the blocks, and the head; no other tower."""
-    parts = (model.get_submodule(architecture.blocks.rpartition(".")[0]), model.get_output_embeddings())
+def token_modules(model: Any, architecture: Architecture, *, writes: bool = True) -> list[nn.Module]:
+    """Return the modules that a token goes through: those around the blocks, and the head where it ``writes`` text."""
+    around = architecture.blocks if architecture.projects else architecture.blocks.rpartition(".")[0]
+    parts = (model.get_submodule(around), model.get_output_embeddings() if writes else None)
     return [module for part in parts if part is not None for module in part.modules()]
 
 
