@@ -199,6 +199,19 @@ def test_an_error_of_one_process_is_one_line_and_the_exit_code_of_all(files, pla
     assert "Traceback" not in err and not (place / "failed").exists()
 
 
+def test_processes_that_search_for_a_quality_find_what_one_finds(files, place):
+    """Every process adds up the seconds of the runs."""
+    line = [*arguments(files, place / "kept-2"), "--method", "modegpt", "--keep-quality", "0.9", "--rank-multiple", "2"]
+    codes, _, err = run(2, RANKFOLD, *line, folder=place / "keeps")
+    assert codes == [0, 0], err
+    source = open_model(files[0], device="cpu")
+    data = rankfold.load_calibration(files[1], source, num_samples=8, max_length=32, shards=4)
+    method = rankfold.MoDeGPT(rank_multiple=2)
+    rankfold.compress(source, method=method, keep_quality=0.9, calibration=data, output=place / "kept-1")
+    one, two = (content(place / f"kept-{n}") for n in (1, 2))
+    assert {k: v for k, v in one.items() if "safetensors" in k} == {k: v for k, v in two.items() if "safetensors" in k}
+
+
 @pytest.mark.parametrize(
     ("line", "code", "printed"),
     [(["methods", "svd"], 0, "precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],

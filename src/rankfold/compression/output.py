@@ -69,6 +69,7 @@ class NoWriter(BlockWriter):
 
     def finish(self, config: PreTrainedConfig, card: str, record: dict[str, Any], plan: Plan) -> CompressionResult:
         """Describe what the first process writes; a model in memory is in the memory of that process only."""
+        record = record | {"run": {"seconds": seconds_so_far()} | record["run"]}
         return CompressionResult(plan, record, self.output, device=str(self.source.device))
 
 
