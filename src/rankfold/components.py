@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._utils.files import writing
+from ._utils.files import make_folder
 from ._utils.processes import from_first, on_first
 from ._utils.stopwatch import timed_run
 from .architectures import PARTS
@@ -88,18 +88,13 @@ def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan
             return CompressionResult.of_folder(output, device=str(components[-1].source.device))
         last, place = components.pop(), folder.before / components[-1].source.part.name
         if not from_first(place.exists):
-            on_first(lambda: _make(folder.before))
+            on_first(lambda: make_folder(folder.before))
             _compress_in_turn(components, place, mode, on_plan)
         components.clear()
         with timed_run():
             source = _opened_again(place, last.source)
             run = CompressionRun(source, *last[1:], None, folder.identity, folder)
             return run.carry_out(_with_source(on_plan, source))
-
-
-def _make(folder: Path) -> None:
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
 
 
 def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import pipeline
-from ._utils.files import check_output, sync_folder, write_json, writing
+from ._utils.files import check_output, make_folder, sync_folder, write_json, writing
 from ._utils.present import present
 from ._utils.processes import from_first, on_first
 from .allocation import LEAST, Lost, Measured, RankCosts, expected_loss, guessed_loss, next_sparsity
@@ -214,8 +214,7 @@ class _Places:
     def of_run(self, sparsity: float) -> Path:
         """Return the output of a run, in a folder that is there."""
         folder = self.runs / f"{sparsity:g}"
-        with writing(folder):
-            on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
+        on_first(lambda: make_folder(folder))
         return folder / self.output.name
 
     def publish(self, kept: Path) -> Path:

@@ -212,6 +212,14 @@ def test_processes_that_search_for_a_quality_find_what_one_finds(files, place):
     assert {k: v for k, v in one.items() if "safetensors" in k} == {k: v for k, v in two.items() if "safetensors" in k}
 
 
+def test_what_stops_a_write_of_the_first_process_is_said_though_the_others_wait(files, place):
+    """An error in place of one that all raise would be exchanged again, with processes that have ended."""
+    (place / "blocked.search").touch()
+    line = [*arguments(files, place / "blocked"), "--method", "modegpt", "--keep-quality", "0.9"]
+    codes, _, err = run(2, RANKFOLD, *line, folder=place / "blocks")
+    assert codes == [2, 2] and f"rankfold: cannot write {place / 'blocked.search'}" in err
+
+
 @pytest.mark.parametrize(
     ("line", "code", "printed"),
     [(["methods", "svd"], 0, "precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],

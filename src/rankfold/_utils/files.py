@@ -94,6 +94,16 @@ def writing(path: Path) -> Generator[None]:
         raise CheckpointError(f"cannot write {path}: {reason}; free space or choose another folder") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are not there.
+
+    Raises:
+        CheckpointError: a file has its name, the disk is full, ...
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Generator[Path]:
     """A temporary name to write to, which becomes ``path`` behind the block; after an error nothing of it is left."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .._utils.files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
+from .._utils.files import check_name, make_folder, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from .._utils.locking import locked
 from .._utils.present import present
 from .._utils.schema import NUMBER, Maybe, check_record
@@ -81,8 +81,7 @@ class MomentStore:
             yield cls(identity, None, held_out)
             return
         _check_folder(folder, identity)
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder / LOCK, folder):
             store = cls.create(identity, folder, held_out)
             yield store
