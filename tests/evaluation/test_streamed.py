@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import rankfold
 from families import some_ids, tiny_model, tokens
 from rankfold import make_method
 from rankfold.checkpoint.streamed import open_streamed
-from rankfold.errors import OptionError
+from rankfold.errors import CheckpointError, OptionError
 from rankfold.evaluation.evaluate import evaluate
 from rankfold.evaluation.perplexity import streamed_perplexity
 from rankfold.evaluation.tasks import Questions
@@ -101,6 +102,23 @@ def test_what_cannot_be_streamed_is_refused(place, tmp_path):
         evaluate(place / "model", questions=Questions(["piqa"]), stream=True)
     with pytest.raises(OptionError, match="is a GGUF file, which is read as a whole; leave device_map out"):
         rankfold.load(file, device_map="cpu")
+
+
+def test_a_stream_is_of_what_the_whole_is_of(tmp_path, caplog):
+    """A head of its own where the config ties one, blocks that the config leaves out, a config of no model."""
+    model = tiny_model("llama-mha-tied")
+    model.save_pretrained(tmp_path / "untied")
+    file, config = tmp_path / "untied" / "model.safetensors", tmp_path / "untied" / "config.json"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": torch.randn_like(model.lm_head.weight)}, file, {"format": "pt"})
+    assert_streams(tmp_path / "untied", "auto")
+    assert "the head differs from the embedding" in caplog.text
+    for changed, told in (({"num_hidden_layers": 2}, "it leaves out model.layers.2"), ({"head_dim": 0}, "cannot be")):
+        plain = json.loads(config.read_text())
+        config.write_text(json.dumps(plain | changed))
+        with pytest.raises(CheckpointError, match=told):
+            open_streamed(tmp_path / "untied", device="cpu")
+        config.write_text(json.dumps(plain))
 
 
 @pytest.mark.parametrize("method", [None, "latentllm"])

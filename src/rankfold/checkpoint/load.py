@@ -22,6 +22,7 @@ from ..models.whole import (
     REPORTED,
     check_head,
     check_loaded,
+    head_differs,
     read_config,
     read_generation_config,
     read_gguf,
@@ -118,7 +119,7 @@ def _read_folder(
     if not known and match_names(weights, loaded, config):  # a quantiser may have names of its own for its tensors
         weights.check_fits(loaded)
     if compressed:
-        check_head(loaded, folder)
+        check_head(head_differs(loaded), folder)
     else:
         untie_where_unequal(loaded, name)
     return loaded

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from .._utils.reporting import reporting
 from ..architectures import part_of
-from ..errors import OptionError, UnsupportedModelError, option
+from ..errors import CheckpointError, OptionError, UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 from ..models.devices import resolve_device, resolve_dtype
 from ..models.given import resolve_model
@@ -14,7 +15,7 @@ from ..models.processors import Processors
 from ..models.tables import check_tables
 from ..models.tokenizer import TokenizerFiles
 from ..models.weights import fill_outer
-from ..models.whole import read_config
+from ..models.whole import check_head, check_loaded, read_config, untie
 from ..modules import attach
 from .load import described, empty_model, is_known, match_names
 
@@ -45,17 +46,25 @@ def open_streamed(
     if not is_known(config):
         raise UnsupportedModelError(f"{model} is quantised, and runs as a whole only; {whole}")
     held = resolve_dtype(dtype) or stored_dtype(config, weights)
-    with torch.device("meta"):  # before anything is as large as the config says
+    broken = reporting(CheckpointError, f"{model} cannot be loaded", "copy or make it again")
+    with broken, torch.device("meta"):  # before anything is as large as the config says
         outline = empty_model(config)
     if not match_names(weights, outline, config):
         raise OptionError(f"{model} names its weights differently from the model, so it is read as a whole; {whole}")
     weights.check_fits(outline)
     check_tables(outline)
+    compressed = described(config)
+    unused = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": weights.unused(outline)}
+    check_loaded(unused, outline, path, only_described=compressed is not None)
+    if compressed is not None:
+        check_head(weights.has_untied(outline), path)
+    elif weights.has_untied(outline):
+        untie(config, path.name)
     network = empty_model(config, dtype=held)
     part = part_of(network)
     if part.architecture.derived:
         raise UnsupportedModelError(f"model type {part.config.model_type!r} has no spec to run its blocks by; {whole}")
-    if (compressed := described(config)) is not None:
+    if compressed is not None:
         attach(network, compressed)
     fill_outer(network, part.architecture.blocks, weights, held, where)
     processors = Processors(path.name, TokenizerFiles.beside(path))

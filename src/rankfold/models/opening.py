@@ -153,7 +153,7 @@ def _read_folder(
     model = _empty(config, held)
     stack = part_of(model, component)
     if named_alike:
-        if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
+        if weights.has_untied(model):
             untie(config, str(folder))
             model = _empty(config, held)
         check_unused(weights.unused(model), model, folder)

@@ -172,9 +172,11 @@ class Weights(TensorReader):
             name: self.places[stored] for name, stored in tied.items() if stored in self.places
         } | self.places
 
-    def differ(self, one: str, other: str) -> bool:
-        """Whether two tensors, both there, are unequal."""
-        return {one, other} <= set(self.places) and not torch.equal(self.raw(one), self.raw(other))
+    def has_untied(self, model: PreTrainedModel) -> bool:
+        """Whether tensors that a model ties are both there, and unequal."""
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        there = [pair for pair in tied.items() if {*pair} <= set(self.places)]
+        return any(not torch.equal(*map(self.raw, pair)) for pair in there)
 
     def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors by name; every file is opened once."""

@@ -138,19 +138,20 @@ def untie_where_unequal(model: PreTrainedModel, name: str) -> None:
 
     So does transformers; the dense model computes with both.
     """
-    if _head_differs(model):
+    if head_differs(model):
         untie(model.config, name)
 
 
-def check_head(model: PreTrainedModel, place: Path) -> None:
+def check_head(differs: bool, place: Path) -> None:
     """Raise :class:`CheckpointError` where a compressed checkpoint has a head that its config ties to the embedding."""
-    if _head_differs(model):
+    if differs:
         raise CheckpointError(
             f"{place} has a head of its own, and its config ties it to the embedding; download or copy it again"
         )
 
 
-def _head_differs(model: PreTrainedModel) -> bool:
+def head_differs(model: PreTrainedModel) -> bool:
+    """Tell whether a model has a head of its own where its config ties it to the embedding."""
     head = model.get_output_embeddings()
     # The model's own config decides, as in transformers; that of its language model need not say.
     if head is None or head.weight.is_meta or not getattr(model.config, "tie_word_embeddings", False):
