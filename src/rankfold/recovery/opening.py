@@ -104,9 +104,9 @@ def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, devic
 def _recorded_teacher(record: dict) -> str:
     if not is_hub_id(record.get("base_model", "")):  # the name of a folder, which may be anywhere
         raise OptionError(
-            f"the dense model {record['base_model']!r} was a local one; give its path as teacher"
+            f"the dense model {record['base_model']!r} was a local one; give its path as {option('teacher')}"
             if "base_model" in record
-            else "the model has no record of what it was compressed from; give the dense model as teacher"
+            else f"the model has no record of what it was compressed from; give the dense model as {option('teacher')}"
         )
     return f"{record['base_model']}@{record['revision']}" if "revision" in record else record["base_model"]
 
