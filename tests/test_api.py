@@ -181,6 +181,27 @@ def test_perplexity_takes_whatever_holds_a_model(place, in_memory):
     assert rankfold.perplexity(result, IDS)["nll"] == rankfold.perplexity(result.model, IDS)["nll"] != dense[0]
 
 
+MODES = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "device": lambda: torch.device("meta"),
+}
+
+
+def test_modes_that_the_caller_is_in_change_no_number_and_forbid_no_training(in_memory, subtests):
+    how = {"calibration": IDS, **HOW}
+    expected = rankfold.compress(in_memory, **how).model
+    training = {"calibration": IDS, "tokens": 32, "batch_tokens": 16, "max_length": 16, "lr": 1e-3}
+    for name, mode in MODES.items():
+        with subtests.test(name):
+            with mode():
+                result = rankfold.compress(in_memory, **how)
+                rankfold.recover(result, in_memory, **training)
+            assert same(result.model, expected)
+            result.model(IDS, labels=IDS).loss.backward()
+
+
 def test_export_takes_whatever_holds_a_compressed_model(place, tmp_path):
     held = rankfold.compress(place / "model", calibration=IDS, sparsity=0.3, target="stock", allocation="uniform")
     written = rankfold.compress(

@@ -40,7 +40,8 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
         hints: types of arguments whose annotation cannot name them, because their module lies further up.
 
     Returns:
-        A function that raises :class:`OptionError` for a wrong type, and otherwise calls ``function``.
+        A function that raises :class:`OptionError` for a wrong type, and otherwise calls ``function``, without the
+        modes of PyTorch that the caller is in.
     """
     signature = inspect.signature(function)
     variable = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -62,7 +63,10 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
                 raise OptionError(
                     f"{name} must be {_called(wanted[name])}, got {str(value)[:40]!r} of type {type(value).__name__}"
                 )
-        return function(*bound.args, **bound.kwargs)
+        from .evaluating import own_modes  # and PyTorch with it, which not every caller of this module needs
+
+        with own_modes():
+            return function(*bound.args, **bound.kwargs)
 
     return call
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -21,6 +22,20 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def own_modes() -> Generator[None]:
+    """Compute without the modes of PyTorch that the caller is in, which would change numbers or forbid training."""
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))  # which switches gradients on, too
+        if torch.get_default_device().type != "cpu":  # only then, because it slows every call
+            modes.enter_context(torch.device("cpu"))
+        fastest = torch.accelerator.current_accelerator()
+        for kind in ("cpu", *([fastest.type] if fastest else [])):
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def cache_for(model: "PreTrainedModel", cache: "Cache | None" = None) -> dict[str, Any]:
