@@ -202,6 +202,15 @@ def test_modes_that_the_caller_is_in_change_no_number_and_forbid_no_training(in_
             result.model(IDS, labels=IDS).loss.backward()
 
 
+def test_a_default_dtype_that_sums_would_have_is_refused(in_memory):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(OptionError, match="the default dtype of PyTorch is torch.bfloat16; set it to torch.float3"):
+            rankfold.compress(in_memory, calibration=IDS, **HOW)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_export_takes_whatever_holds_a_compressed_model(place, tmp_path):
     held = rankfold.compress(place / "model", calibration=IDS, sparsity=0.3, target="stock", allocation="uniform")
     written = rankfold.compress(

@@ -63,7 +63,9 @@ def open_model(
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
     """
-    wanted = resolve_dtype(dtype)
+    wanted, of_sums = resolve_dtype(dtype), torch.get_default_dtype()
+    if of_sums is not torch.float32:  # of the whole process, so it is the caller's to change
+        raise OptionError(f"the default dtype of PyTorch is {of_sums}; set it to torch.float32 with set_default_dtype")
     if isinstance(model, nn.Module):
         source = _open_given(model, wanted, device, tokenizer, component, revision)
         source.offload = resolve_offload(offload, source.device)
