@@ -11,7 +11,7 @@ import transformers as t
 
 import rankfold
 from families import some_ids
-from rankfold.errors import CheckpointError, OptionError
+from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.report.record import read_record
 from saved import save_text, save_tiny
 from tiny_pairs import tokenizer
@@ -209,6 +209,19 @@ def test_a_default_dtype_that_sums_would_have_is_refused(in_memory):
             rankfold.compress(in_memory, calibration=IDS, **HOW)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_with_adapters_is_refused_where_these_alone_would_be_written(place, in_memory, tmp_path):
+    small = rankfold.compress(in_memory, calibration=IDS, **HOW).model
+    small.peft_config = {}  # as add_adapter and load_adapter of transformers leave it
+    for call in (
+        lambda: rankfold.save(small, tmp_path / "saved"),
+        lambda: rankfold.export(small, tmp_path / "exported"),
+        lambda: rankfold.recover(small, in_memory, calibration=IDS),
+    ):
+        with pytest.raises(UnsupportedModelError, match="the model carries adapters; merge them first"):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_takes_whatever_holds_a_compressed_model(place, tmp_path):

@@ -91,9 +91,7 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     """The part of this name; :class:`UnsupportedModelError`, with what to do, unless the model is a plain dense one."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
-    if hasattr(model, "peft_config"):
-        merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
-        raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
+    check_merged(model)
     if not isinstance(model, PreTrainedModel):
         held = isinstance(getattr(model, "module", None), PreTrainedModel)
         raise UnsupportedModelError(
@@ -122,6 +120,13 @@ def check_given(model: nn.Module, name: str | None) -> Part:
         )
     _check_layers(model, part.architecture)
     return part
+
+
+def check_merged(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedModelError` for a model with adapters: ``save_pretrained`` writes these alone."""
+    if hasattr(model, "peft_config"):
+        merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
+        raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
 
 
 def check_quantised(config, name: str, blocks: str | None = None) -> None:

@@ -20,7 +20,7 @@ from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.dense_model import DenseModel
 from ..models.fingerprint import fingerprint
-from ..models.given import resolve_model
+from ..models.given import check_merged, resolve_model
 from ..models.opening import open_model, stored_dtype
 from ..models.whole import read_config
 from ..report.record import NAME, read_record
@@ -60,6 +60,7 @@ def open_student(model: Compressed, device: str) -> Given:
     if isinstance(model, CompressionResult):
         model, known = model.output or model.model, model.record
     if isinstance(model, PreTrainedModel):
+        check_merged(model)
         return Given(copy.deepcopy(model).float(), dict(known), None, model.dtype)
     folder, record, written = _read(model)
     return Given(load_model(folder, dtype="float32", device=device), record, folder, written)

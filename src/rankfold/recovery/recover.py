@@ -143,7 +143,7 @@ def recover(
         OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary; processes that
             cannot share a step evenly, or a script that ``torchrun`` runs in several: only those of the command train
             together.
-        UnsupportedModelError: factors are quantised, or the model predicts no next token.
+        UnsupportedModelError: factors are quantised, the model carries adapters, or it predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options, or the cache is of other texts or another
             teacher.
     """
