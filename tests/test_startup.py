@@ -187,6 +187,19 @@ def test_transformers_loads_a_compressed_checkpoint_whatever_was_imported_first(
     assert done.stdout.split()[1:] == ["CompressedAttention", "CompressedAttention"]
 
 
+@pytest.mark.parametrize("first", FIRSTS[:3])
+def test_what_a_config_says_of_quantisation_is_known_before_any_model(small, first):
+    """lm-eval asks for it where it is given the name of a model."""
+    code = f"""
+import sys
+{first}
+config = transformers.AutoConfig.from_pretrained(sys.argv[1]).quantization_config
+print(type(transformers.quantizers.AutoQuantizationConfig.from_dict(config)).__name__)
+"""
+    done = python_with_torch(code, str(small))
+    assert (done.returncode, done.stdout) == (0, "RankfoldConfig\n"), done.stderr
+
+
 def test_a_config_alone_is_built_as_it_describes(small):
     """`from_config` is the first call of the process."""
     code = """

@@ -1,7 +1,8 @@
 """Let transformers load compressed checkpoints once rankfold is imported, without importing transformers or PyTorch for
 it.
 
-The classes that read a compressed checkpoint (:mod:`rankfold.modules`) are imported when a model is first built.
+The classes that read a compressed checkpoint (:mod:`rankfold.modules`) are imported when a model is first built, or its
+description read.
 """
 
 import functools
@@ -10,24 +11,31 @@ import importlib.util
 import sys
 from types import ModuleType
 
-MODULE = "transformers.modeling_utils"
-BUILDERS = ("from_pretrained", "_from_config")  # class methods of PreTrainedModel, in one of which every model is built
+# Module -> a class in it, and its class methods that need them: every model is built in one of the first two, and
+# programs such as lm-eval read what a config says of quantisation before.
+WRAPPED = {
+    "transformers.modeling_utils": ("PreTrainedModel", ("from_pretrained", "_from_config")),
+    "transformers.quantizers.auto": ("AutoQuantizationConfig", ("from_dict",)),
+}
 
 
 def register_on_first_use() -> None:
-    """Wrap the two class methods now where transformers is imported already, else as soon as it is."""
-    module = sys.modules.get(MODULE)
-    if module is None:
-        sys.meta_path.insert(0, _Finder())
-    else:
-        _wrap(module)
+    """Wrap the class methods now where transformers is imported already, else as soon as it is."""
+    for name in WRAPPED:
+        if name in sys.modules:
+            _wrap(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _Finder(name))
 
 
 class _Finder:  # of importlib.abc only by its method: that module takes a tenth of the time of `rankfold --version`
-    """Find :data:`MODULE` as Python does, and wrap its class methods when it has been executed."""
+    """Find one module as Python does, and wrap its class methods when it has been executed."""
+
+    def __init__(self, name: str):
+        self.name = name
 
     def find_spec(self, name, path, target=None):
-        if name != MODULE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -45,8 +53,10 @@ class _Finder:  # of importlib.abc only by its method: that module takes a tenth
 
 
 def _wrap(module: ModuleType) -> None:
-    for name in BUILDERS:
-        setattr(module.PreTrainedModel, name, classmethod(_registering(module.PreTrainedModel, name)))
+    owner, methods = WRAPPED[module.__name__]
+    cls = getattr(module, owner)
+    for name in methods:
+        setattr(cls, name, classmethod(_registering(cls, name)))
 
 
 def _registering(cls: type, name: str):
