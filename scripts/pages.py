@@ -33,7 +33,8 @@ they stay. With a
   norm over queries and keys, pairs are removed only *where named* (`--modules mlp,qk,vo`).
 - **vo**: values and outputs are compressed jointly.
 - Blocks without attention, with the linear attention of Qwen3-Next and Qwen3.5, the convolution of LFM2 or Mamba of
-  Granite 4, Bamba and Jamba, lose hidden units only; so do blocks with attention and Mamba beside each other (Falcon-H1).
+  Granite 4, Bamba and Jamba, lose hidden units only. So do those that have attention and Mamba beside each other
+  (Falcon-H1).
 
 The spec of any other family is derived from a block and checked numerically against the model before it is used;
 otherwise one line says why not. `rankfold models MODEL` shows one model. To add a family, write [a page of

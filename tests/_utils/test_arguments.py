@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -209,6 +210,17 @@ def given(good):
 def test_the_line_names_argument_kind_and_value(call, message, given):
     with pytest.raises(OptionError, match=message):
         call(given)
+
+
+@pytest.mark.parametrize("numbers", [{"sparsity": np.float32(0.25)}, {"sparsity": 0.25, "num_samples": np.int64(4)}])
+def test_a_number_of_numpy_serves_as_one(numbers):
+    seen = {}
+
+    def function(sparsity: float, num_samples: int = 4) -> None:
+        seen.update(sparsity=sparsity, num_samples=num_samples)
+
+    typed(function)(**numbers)
+    assert seen == {"sparsity": 0.25, "num_samples": 4} and {type(value) for value in seen.values()} == {float, int}
 
 
 def test_a_dtype_or_a_device_of_pytorch_serves_as_its_name(given):

@@ -31,6 +31,7 @@ LATENT = {
     **{**SHAPE, "num_key_value_heads": 4},
     **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
 }
+BESIDE_SHARED_OF_TYPES = {key: value for key, value in BESIDE_SHARED.items() if key != "first_k_dense_replace"}
 CONFIGS = {
     "mixtral": lambda: t.MixtralConfig(**NARROW, num_local_experts=E, num_experts_per_tok=TOP),
     "qwen2_moe": lambda: t.Qwen2MoeConfig(**_qwen(), shared_expert_intermediate_size=40, mlp_only_layers=[1]),
@@ -42,6 +43,7 @@ CONFIGS = {
     ),
     "deepseek_v2": lambda: t.DeepseekV2Config(**LATENT, **BESIDE_SHARED, topk_method="group_limited_greedy"),
     "deepseek_v3": lambda: t.DeepseekV3Config(**LATENT, **BESIDE_SHARED),
+    "glm4_moe_lite": lambda: t.Glm4MoeLiteConfig(**LATENT, **BESIDE_SHARED_OF_TYPES),
     "glm4_moe": lambda: t.Glm4MoeConfig(**GQA, **BESIDE_SHARED, head_dim=8, use_qk_norm=False, attention_bias=True),
     "dots1": lambda: t.Dots1Config(**GQA, **BESIDE_SHARED, head_dim=8),
     "qwen3_next": lambda: t.Qwen3NextConfig(
@@ -64,8 +66,8 @@ CONFIGS = {
         **{"expert_layer_period": 2, "expert_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
     ),
 }
-ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "qwen3_next"}
-OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
+ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next"}
+OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),

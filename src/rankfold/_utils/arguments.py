@@ -58,6 +58,7 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
             hint = suggestion(unknown, signature.parameters) if unknown else ""
             raise TypeError(f"{function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
         bound.arguments.update({name: _named(value) for name, value in bound.arguments.items() if name in OF_TORCH})
+        bound.arguments.update({name: _plain(value) for name, value in bound.arguments.items()})
         for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
@@ -69,6 +70,13 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
             return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _plain(value: object) -> object:
+    """Return Python's number of a number of NumPy, which is not imported for this; anything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # pyright: ignore[reportAttributeAccessIssue]
+    return value
 
 
 def _named(value: object) -> object:

@@ -30,5 +30,6 @@ DEEPSEEK = replace(LLAMA, model_type="deepseek_v3", attention=LATENT, experts=EX
 ARCHITECTURES = (
     DEEPSEEK,
     replace(DEEPSEEK, model_type="deepseek_v2"),
+    replace(DEEPSEEK, model_type="glm4_moe_lite"),
     replace(QWEN3, model_type="dots1", experts=EXPERTS),
 )

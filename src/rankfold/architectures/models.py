@@ -82,6 +82,7 @@ EXPERTS = {
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3",
     "glm4_moe": "GLM 4.5 to 4.7",
+    "glm4_moe_lite": "GLM 4.7 Flash",
     "dots1": "dots.llm1",
     "lfm2_moe": "LFM2-MoE",
     "jamba": "Jamba",
