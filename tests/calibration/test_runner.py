@@ -100,6 +100,22 @@ def test_influence_is_one_minus_the_cosine(family):
     assert (moments["influence"].mean[1:] > 0).all()
 
 
+def test_batches_share_what_blocks_are_called_with_unless_it_depends_on_their_tokens(monkeypatch):
+    """Gemma 4 hands every block an embedding of its own of each token."""
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
+    source, ids = opened(), some_ids(5, 32)
+    plain = start(source, ids, autocast=None).calls  # two windows a batch, one in the last
+    assert plain[0] is plain[1] is not plain[2]
+
+    def with_tokens(_, args, kwargs):
+        return args, kwargs | {"tokens": kwargs["input_ids"]}
+
+    source.model.model.register_forward_pre_hook(with_tokens, with_kwargs=True)
+    stream = start(source, ids, autocast=None)
+    for calls, batch in zip(stream.calls, ids.split(2), strict=True):
+        assert all(torch.equal(call.kwargs["tokens"], batch) for call in calls)
+
+
 @pytest.mark.parametrize("family", ["opt", "opt-post-norm"])
 def test_influence_of_attention_is_taken_before_the_mlp(family):
     source = opened(family)

@@ -11,7 +11,8 @@ from torch import nn
 from transformers.models.granite_swa.configuration_granite_swa import GraniteSWAConfig
 
 import rankfold
-from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
+from families import GQA, IDS, KINDS, SHAPE, cached_numbers, some_ids, tiny_model, tokens
+from rankfold._utils.evaluating import states_of_tokens
 from rankfold.architectures import (
     Architecture,
     AttentionSpec,
@@ -26,10 +27,12 @@ from rankfold.cli.models import code
 from rankfold.compression import validate_spec as module
 from rankfold.compression.validate_spec import validate_spec, validated
 from rankfold.errors import UnsupportedModelError
+from rankfold.evaluation.complexity import cache_bytes
 
 KNOWN = {a.model_type: a for a in known_architectures()}
 # Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside layers.
-UNREADABLE = {"opt", "opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm", "falcon-sequential"}
+UNREADABLE = {"opt", "opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm"}
+STAYS_DENSE = {"falcon-sequential"}  # it repeats keys and values
 # Of what a spec says, what does not show in numbers: names of rates and of a field, and norms that this model lacks.
 FREE = {"dropout", "output_dropout", "qk_norm", "norm_offset", "width", "longrope"}
 
@@ -44,7 +47,7 @@ def compared(spec, config, free=frozenset()) -> dict:
     return {name: value.of(config) if isinstance(value, ByConfig) else value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("family", sorted(set(KINDS) - UNREADABLE))
+@pytest.mark.parametrize("family", sorted(set(KINDS) - UNREADABLE - STAYS_DENSE))
 def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatch):
     model = tiny_model(family)
     config = model.config.get_text_config()
@@ -101,12 +104,18 @@ def unknown(name: str) -> nn.Module:
         "minimax_m2": lambda: t.MiniMaxM2Config(**GQA, head_dim=8, num_local_experts=6, num_experts_per_tok=2),
         "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(**GQA, **AMONG_SIX, moe_layer_start_index=1),
         "afmoe": lambda: t.AfmoeConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8, num_dense_layers=1, sliding_window=8),
-        # Mamba in place of attention, in blocks of another class.
-        "jamba": lambda: t.JambaConfig(
-            **{**GQA, **IDS},
-            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-            **{"num_experts": 6, "num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
-            use_mamba_kernels=False,
+        "olmo_hybrid": lambda: t.OlmoHybridConfig(
+            **{**SHAPE, **IDS, "num_key_value_heads": 4, "num_hidden_layers": 4},
+            **{"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        ),
+        # Latents in place of keys and values; others as wide as the values.
+        "minicpm3": lambda: t.MiniCPM3Config(
+            **{**SHAPE, **IDS, "num_key_value_heads": 4, "head_dim": 4},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        ),
+        "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
+            **{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6
         ),
     }
     torch.manual_seed(0)
@@ -118,13 +127,14 @@ def unknown(name: str) -> nn.Module:
 
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
-OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe", "jamba"]
+OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe"]
+ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize(
     "name, method",
     [
-        *itertools.product([*DENSE_PARTS, *OTHER_PARTS], ["rankfold", "latentllm"]),
+        *itertools.product([*DENSE_PARTS, *OTHER_PARTS, *ATTENTION_STAYS], ["rankfold", "latentllm"]),
         *((name, "reap") for name in OTHER_PARTS),
     ],
 )
@@ -136,7 +146,11 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert source.architecture.derived
     folder = rankfold.compress(
         source,
-        method=rankfold.make_method(method, sparsity=0.2, **({} if method == "reap" else {"rank_multiple": 2})),
+        method=rankfold.make_method(
+            method,
+            sparsity=0.1 if name in ATTENTION_STAYS else 0.2,
+            **({} if method == "reap" else {"rank_multiple": 2}),
+        ),
         calibration=tokens(),
         output=tmp_path / "small",
     ).output
@@ -228,12 +242,20 @@ def test_attention_that_does_more_than_its_names_say_stays_dense(monkeypatch, ca
             assert torch.equal(block.self_attn.get_parameter(name), weight), name
 
 
-def test_attention_that_stays_dense_is_refused_where_its_cache_is_not_as_it_seems():
-    model = t.AutoModelForCausalLM.from_config(
-        t.MiMoV2FlashConfig(**{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6)
-    )
-    with pytest.raises(UnsupportedModelError, match=r"block \d caches \d+ numbers per token, not \d+"):
-        validated(rankfold.open_model(model, device="cpu"))
+@pytest.mark.parametrize("name", ATTENTION_STAYS)
+def test_what_attention_that_stays_dense_caches_is_measured(name, tmp_path):
+    model = unknown(name)
+    plan = rankfold.plan(model, 0.1, method="modegpt", calibration=tokens(), rank_multiple=2)
+    assert plan.kv_bytes_per_token == plan.kv_bytes_per_token_after == 4 * cached_numbers(model) == cache_bytes(model)
+    assert not {module.module for module in plan.modules} - {"mlp", "experts"}
+
+
+def test_what_an_indexer_caches_is_counted():
+    """It is of DeepSeek Sparse Attention, and has one head."""
+    layer = t.cache_utils.DynamicIndexedLayer()
+    layer.update(torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6, 3))
+    layer.update_indexer(torch.zeros(2, 6, 5))
+    assert sum(x[0].numel() // x.shape[-2] for x in states_of_tokens(layer)) == 4 * 8 + 4 * 3 + 5
 
 
 def test_blocks_that_differ_in_kind_are_refused(monkeypatch):

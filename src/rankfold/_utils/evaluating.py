@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Cache, PreTrainedModel
 
 
@@ -45,3 +46,10 @@ def cache_for(model: "PreTrainedModel", cache: "Cache | None" = None) -> dict[st
     taken = inspect.signature(model.forward).parameters  # `cache` from transformers 5.24 on
     cache = DynamicCache(config=model.config) if cache is None else cache
     return {"cache" if "cache" in taken else "past_key_values": cache}
+
+
+def states_of_tokens(layer: Any) -> "list[Tensor]":
+    """Return what a layer of a filled cache holds for each token, ``(B, ..., tokens, width)``; a state of one size, as
+    of linear attention, is not among it."""
+    held = (getattr(layer, name, None) for name in ("keys", "values", "indexer_keys"))
+    return [states for states in held if states is not None]

@@ -52,8 +52,10 @@ class AttentionView:
     @property
     def cached(self) -> int:
         """Numbers cached per token."""
-        fields = self.spec.cached
-        return 2 * self.kv_heads * self.head_dim if fields is None else sum(getattr(self.config, f) for f in fields)
+        found = self.spec.cached
+        if isinstance(found, tuple):
+            return sum(getattr(self.config, field) for field in found)
+        return 2 * self.kv_heads * self.head_dim if found is None else found
 
     @property
     def qkv_modules(self) -> tuple[nn.Module, ...]:

@@ -46,7 +46,7 @@ def derive(model: "PreTrainedModel") -> Architecture:
     places = (name, *(spec.path for spec in mixers))
     experts = [_experts(block, places, config) for block in blocks]
     plain = next((block for block, found in zip(blocks, experts, strict=True) if found is None), None)
-    return Architecture(
+    found = Architecture(
         model_type=config.model_type,
         blocks=path,
         attention=_attention_spec(name, module, model, config),
@@ -55,6 +55,9 @@ def derive(model: "PreTrainedModel") -> Architecture:
         mixers=mixers,
         derived=True,
     )
+    if found.attention.beyond and found.mlp is None and found.experts is None:
+        raise UnsupportedModelError(_because(config, f"{found.attention.beyond}, and no MLP is found"))
+    return found
 
 
 def linear_layers(module: nn.Module) -> Layers:
@@ -98,13 +101,15 @@ def _numbered(block: nn.Module) -> list[str]:
 
 def _attention(blocks: nn.ModuleList, config) -> tuple[str, nn.Module]:
     """The first that has queries, keys and values; where there is none, the first that might."""
-    # The innermost comes first: some wrap it.
-    found = [(name, block.get_submodule(name)) for block in blocks for name in reversed(_numbered(block))]
-    if not found:
+    places = [(block, names) for block in blocks if (names := _numbered(block))]
+    if not places:
         raise UnsupportedModelError(
             _because(config, "no module of a block is an attention with the number of its layer")
         )
-    return next((item for item in found if _qkv(linear_layers(item[1]))), found[0])
+    # The innermost comes first: some wrap it.
+    found = [(name, block.get_submodule(name)) for block, names in places for name in reversed(names)]
+    block, (outermost, *_) = places[0]
+    return next((item for item in found if _qkv(linear_layers(item[1]))), (outermost, block.get_submodule(outermost)))
 
 
 def _mixers(blocks: nn.ModuleList, attention: str, config) -> tuple[AttentionSpec, ...]:
@@ -158,12 +163,11 @@ def _field(width: int, config) -> str | None:
 def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> AttentionSpec:
     layers = linear_layers(module)
     qkv = _qkv(layers)
-    if not qkv:
-        raise UnsupportedModelError(
-            _because(config, f"its attention projects by {', '.join(layers)}, which are not queries, keys and values")
-        )
     output = _one_output(layers, qkv, config)
     kv_heads = "config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None
+    if not qkv:
+        why = f"its attention projects by {', '.join(layers)}, which are not queries, keys and values"
+        return left_dense(AttentionSpec(path, output, (), kv_heads=kv_heads), why)
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
     others = [name for name in layers if name not in (*qkv, output)]
     if scaling is None and not others:

@@ -73,8 +73,8 @@ class AttentionSpec:
     sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
     beyond: str | None = None
-    # Fields of the config that add up to the numbers it caches per token; None: keys and values of all heads.
-    cached: tuple[str, ...] | None = None
+    # The numbers it caches per token, or fields of the config that add up to them; None: keys and values of all heads.
+    cached: int | tuple[str, ...] | None = None
     # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed
     # module keeps this number.
     scaling: str | float | None = "scaling"
@@ -178,6 +178,8 @@ class Architecture:
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, weights of attention) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
+    # Of every block the numbers that it caches per token, as a proof has found them; None: as its attention says.
+    cached: tuple[int, ...] | None = None
     # (field of the config, or of a part of it; what it does where set that no spec can say)
     unless: tuple[tuple[str, str], ...] = ()
 

@@ -78,7 +78,10 @@ class BlockView:
 
     @property
     def attention(self) -> AttentionView:
-        return read_attention(self.architecture.attention_of(self.module), self.module, self.config)
+        spec, found = self.architecture.attention_of(self.module), self.architecture.cached
+        if found is not None:
+            spec = replace(spec, cached=found[self.index])
+        return read_attention(spec, self.module, self.config)
 
     def taken(self, hidden: Tensor) -> Tensor:
         """What the block takes of ``(B, T, D)``: ``(T, D)`` where all samples stand in one sequence."""

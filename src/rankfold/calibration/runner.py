@@ -187,7 +187,7 @@ def start(
     """
     hidden = offload.states() if offload else []
     stream = Stream(hidden, [], autocast, is_shared=shards is not None, offload=offload)
-    of_size: dict[int | None, list[Call]] = {}  # windows of one size are called alike
+    of_size: dict[tuple[int, ...], list[Call]] = {}  # called alike, unless a model hands its tokens to every block
     shards, own = (1, range(1)) if shards is None else (shards, own_shards(shards))
     stream.ids, ends, counts = shard_of(ids, own, shards), [0], list[int]()
     with _recording(source, stop=True) as recorders:
@@ -200,10 +200,10 @@ def start(
                 first = recorders[0].hidden.to(autocast or recorders[0].hidden.dtype)
                 stream.hidden.append(first)
                 counts[-1] += first.shape[:2].numel()
-                size = None if isinstance(batch, Example) else len(batch)
-                if size is None or size not in of_size:
-                    of_size[size] = _calls(recorders, first.dtype)
-                stream.calls.append(of_size[size])
+                calls, same = _calls(recorders, first.dtype), of_size.get(first.shape)
+                if same is None or not _alike(same, calls):
+                    of_size[first.shape] = same = calls
+                stream.calls.append(same)
             ends.append(len(stream.hidden))
     _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)], counts)
     return stream
@@ -225,6 +225,19 @@ def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
         if after is not before and not torch.equal(after, before):
             calls[i] = calls[i]._replace(added=(after - before).to(dtype))
     return calls
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether two calls, or parts of them, are equal; an object of another kind equals only itself."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return one is other or (isinstance(one, bool | int | float | str) and one == other)
 
 
 @time_spent("forward")

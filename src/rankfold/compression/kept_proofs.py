@@ -26,6 +26,7 @@ KEPT: dict[str, Any] = {  # what names do not show and a proof finds
     "traits": {"returns_tuple": bool, "middle": Maybe(str), "adds": bool},
     "attention": {"layout": str, "pairs": str, "interleaved_table": bool, "position": str, "rotates": Maybe(str)},
     "left_dense": Maybe(str),
+    "cached": Maybe([int]),
     "differences": {"logits": NUMBER, "replaced": Maybe(NUMBER)},
 }
 
@@ -44,7 +45,8 @@ def load_proof(source: DenseModel) -> tuple[Architecture, float, float | None] |
     attention = replace(given.attention, **found["attention"])
     if why := found["left_dense"]:
         attention = left_dense(attention, why)
-    spec = replace(given, attention=attention, **found["traits"])
+    cached = found["cached"] and tuple(found["cached"])
+    spec = replace(given, attention=attention, cached=cached, **found["traits"])
     return spec, differences["logits"], differences["replaced"]
 
 
@@ -62,6 +64,7 @@ def keep_proof(source: DenseModel, spec: Architecture, logits: float, attention:
         "traits": {name: getattr(spec, name) for name in KEPT["traits"]},
         "attention": {name: getattr(spec.attention, name) for name in KEPT["attention"]},
         "left_dense": spec.attention.beyond,
+        "cached": spec.cached,
         "differences": {"logits": logits, "replaced": attention},
     }
     place = _place(source)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .._utils.evaluating import cache_for
+from .._utils.evaluating import cache_for, states_of_tokens
 from ..architectures import BlockView, architecture_of
 from ..compression.budget import attended_macs, token_modules
 from ..errors import OptionError, UnsupportedModelError
@@ -143,8 +143,7 @@ def cache_bytes(model: PreTrainedModel) -> int:
     filled = cache_for(model)
     model(ids, use_cache=True, **filled)
     (cache,) = filled.values()
-    growing = [layer for layer in cache.layers if hasattr(layer, "keys")]  # linear attention has a state of one size
-    return sum(t.nbytes for layer in growing for t in (layer.keys, layer.values)) // tokens
+    return sum(x[0].nbytes // x.shape[-2] for layer in cache.layers for x in states_of_tokens(layer))
 
 
 def _linear(module: nn.Module) -> int:
