@@ -55,6 +55,9 @@ class AttentionView:
         found = self.spec.cached
         if isinstance(found, tuple):
             return sum(getattr(self.config, field) for field in found)
+        if isinstance(found, str):
+            keys = getattr(self.module, found, None)
+            return 2 * read_linear(keys).weight.shape[0] if keys else 0
         return 2 * self.kv_heads * self.head_dim if found is None else found
 
     @property

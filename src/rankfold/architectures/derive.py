@@ -4,6 +4,7 @@ It is a guess until numbers confirm it on the model at hand (:mod:`rankfold.comp
 before. Attention of which not all is read stays as it is, and so does what some blocks have in its place.
 """
 
+import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -230,7 +231,16 @@ def _norms(attention: nn.Module, query: nn.Module) -> tuple[tuple[str, str] | No
 
 
 def _mlp(layers: Layers, config) -> MLPSpec | None:
-    """``None`` where it is not one projection down and one or two up to it: a mixture of experts."""
+    """The one of these layers, or the largest of one module; ``None`` where there is none: a mixture of experts."""
+    groups: dict[str, Layers] = {}
+    for name, layer in layers.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = layer
+    by_size = sorted(groups.values(), key=lambda group: -sum(map(math.prod, map(shape, group.values()))))
+    return next(filter(None, (_one_mlp(group, config) for group in (layers, *by_size))), None)
+
+
+def _one_mlp(layers: Layers, config) -> MLPSpec | None:
+    """``None`` where it is not one projection down and one or two up to it."""
     width = config.hidden_size
     down = [name for name, layer in layers.items() if shape(layer)[0] == width and shape(layer)[1] != width]
     if len(down) != 1:

@@ -1,10 +1,11 @@
 """Gemma: Llama's block, and lost without its start token. Gemma 2 and 3: norms before and after each half of a block,
-sliding windows, soft caps, q/k-norm (3)."""
+sliding windows, soft caps, q/k-norm (3). Gemma 4: a norm of values, keys and values that later blocks read, too, and an
+embedding of its own for every block."""
 
 from dataclasses import replace
 
 from .llama import LLAMA
-from .spec import NormsSpec
+from .spec import NormsSpec, left_dense
 
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -22,5 +23,17 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_offset=1.0),
 )
+GEMMA4 = replace(
+    GEMMA2,
+    model_type="gemma4_text",
+    attention=replace(
+        left_dense(LLAMA.attention, "it normalises values, and later blocks read its keys and values"),
+        kv_heads=None,  # blocks differ in them
+        cached="k_proj",
+    ),
+    mlp=replace(GEMMA2.mlp, width=None) if GEMMA2.mlp else None,  # twice as wide in blocks that read those of others
+    norms=None,
+    unless=(("enable_moe_block", "its experts work next to the MLP, with norms of their own"),),
+)
 
-ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3)
+ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3, GEMMA4)

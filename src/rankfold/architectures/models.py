@@ -39,6 +39,7 @@ DECODERS = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 for text",
+    "gemma4_text": "Gemma 4 for text",
     "phi": "Phi",
     "phi3": "Phi-3",
     "granite": "Granite",

@@ -73,8 +73,9 @@ class AttentionSpec:
     sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
     beyond: str | None = None
-    # The numbers it caches per token, or fields of the config that add up to them; None: keys and values of all heads.
-    cached: int | tuple[str, ...] | None = None
+    # The numbers it caches per token; fields of the config that add up to them; or the layer that makes the keys, which
+    # blocks lack that read those of others; None: keys and values of all heads.
+    cached: int | tuple[str, ...] | str | None = None
     # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed
     # module keeps this number.
     scaling: str | float | None = "scaling"

@@ -9,6 +9,7 @@ off it (:mod:`.offload`).
 import contextlib
 import inspect
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +45,26 @@ class Call(NamedTuple):
     added: Tensor | None = None  # (B, T, D) what the model adds behind the block: Qwen3-VL its images, once more
 
 
+def _held(call: Call) -> list[UserDict]:
+    """Return what a block may put something into for later ones; transformers takes ``UserDict`` for such."""
+    return [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, UserDict)]
+
+
+def _own(calls: list[Call]) -> list[Call]:
+    """What all blocks are called with for one batch, with places of its own for what they hand on."""
+    held = {id(value): value.copy() for call in calls for value in _held(call)}
+    if not held:
+        return calls
+
+    def mine(value: Any) -> Any:
+        return held.get(id(value), value)
+
+    return [
+        call._replace(args=tuple(map(mine, call.args)), kwargs={name: mine(v) for name, v in call.kwargs.items()})
+        for call in calls
+    ]
+
+
 class Shard(NamedTuple):
     """A part of the samples that is measured by itself; batches do not cross from one to the next."""
 
@@ -64,9 +85,14 @@ class Stream:
     is_shared: bool = False  # whether other processes have further shards
     offload: Offload | None = None  # where the states are kept; None: on the device
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether blocks hand states on to later ones beside the stream: in some families keys and values."""
+        return any(_held(call) for call in self.calls[0]) if self.calls else False
+
     def copy(self) -> "Stream":
         """Another one at the same place, which goes its own way."""
-        return replace(self, hidden=self.hidden.copy(), calls=list(self.calls))
+        return replace(self, hidden=self.hidden.copy(), calls=[_own(calls) for calls in self.calls])
 
     def move(self, batch: int, block: int, output: Tensor) -> None:
         """Put a batch behind a block that made this of it."""

@@ -149,7 +149,7 @@ class _Search:
         else:
             self.ids, self.weights = _some_to_compare(source, unseen), None
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
-        self.together = _side_by_side(source, self.ids)
+        self.together = {} if self.dense.hands_on else _side_by_side(source, self.ids)
         # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
         self.found: dict[int, list[Sensitivity]] = {shard: [] for shard in own_shards(tokens.shards)}
         self.tried = {shard: Stream([], [], source.autocast) for shard in self.found}
@@ -181,7 +181,7 @@ class _Search:
         gradients = self.gradients
         return from_first(lambda: gradients[index]) if gradients else {}
 
-    def _try(self, shard: int, view: BlockView, moments: BlockMoments, dense: Stream) -> list[Tensor]:
+    def _try(self, shard: int, view: BlockView, moments: BlockMoments, dense: Stream) -> Stream:
         """Return what the block sends of the dense stream, batch by batch, with one module after another compressed."""
         method, here = self.method, list[Sensitivity]()
         for unit in (unit for unit in self.units if unit.block == view.index):
@@ -191,17 +191,19 @@ class _Search:
             here.append(Sensitivity(unit, curve, _to_try(method, unit, _reference(unit, average, curve))))
             moments |= known  # decomposing it need not compute this again
         self.found[shard] += here
-        sent = (_output(self.source, method, view, moments, one.module, rank, dense) for one, rank in _trials(here))
-        return [hidden for trial in sent for hidden in trial]
+        sent = Stream([], [], self.source.autocast)
+        for one, rank in _trials(here):
+            _append(sent, _output(self.source, method, view, moments, one.module, rank, dense), {})
+        return sent
 
-    def _catch_up(self, shard: int, sent: list[Tensor], behind: range) -> None:
+    def _catch_up(self, shard: int, sent: Stream, behind: range) -> None:
         """Take what was sent through the blocks that the others are behind already."""
         late = Stream([], [], self.source.autocast)
-        _append(late, sent, self.dense, self.together)
+        _append(late, sent, self.together)
         for index in behind if late.hidden else ():
             advance(self.source.block(index), late)
             release_memory()
-        _append(self.tried[shard], late.hidden, self.dense, self.together)
+        _append(self.tried[shard], late, self.together)
 
     def costs(self) -> RankCosts:
         """Return what every rank costs that was tried here."""
@@ -227,7 +229,7 @@ def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> l
 def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
     """Return rows of up to ``TOGETHER`` copies of these windows -> what the blocks are called with.
 
-    Return nothing for examples, each of which is a batch of its own.
+    Return nothing for examples, each of which is a batch of its own. Nor can copies share what blocks hand on.
     """
     if not isinstance(ids, Tensor):
         return {}
@@ -237,22 +239,21 @@ def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
     return {len(some): start(source, some, autocast=source.autocast, most=whole).calls[0] for some in copies}
 
 
-def _append(tried: Stream, more: list[Tensor], dense: Stream, together: dict[int, list[Call]]) -> None:
-    """Put what some trials sent after the others: copies of windows into the last batch and new ones, examples as they
-    are.
+def _append(tried: Stream, more: Stream, together: dict[int, list[Call]]) -> None:
+    """Put what some trials sent after the others: copies of windows into the last batch and new ones, or batches as
+    they are.
 
     Args:
         more: of one trial after the other, all batches of the dense stream.
         together: see :func:`_side_by_side`.
     """
     if not together:
-        tried.hidden += more
-        tried.calls += dense.calls * (len(more) // len(dense.calls))
-    elif more:
+        tried.hidden += more.hidden
+        tried.calls += more.calls
+    elif more.hidden:
         most = max(together)
-        if tried.hidden and len(tried.hidden[-1]) < most:
-            more = [tried.hidden.pop(), *more]
-        tried.hidden += torch.cat(more).split(most)
+        fuller = [tried.hidden.pop()] if tried.hidden and len(tried.hidden[-1]) < most else []
+        tried.hidden += torch.cat([*fuller, *more.hidden]).split(most)
         tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 
@@ -325,14 +326,14 @@ def _output(
     module: PrunableModule,
     rank: int,
     dense: Stream,
-) -> list[Tensor]:
+) -> Stream:
     """Run the dense stream through the block with one of its modules compressed; the block stays as it is."""
     others = [other for other, this in method.together.items() if this == module.module and rank == 0]
     (stage,) = method.alone(view).stages(view, {module.module: rank, **dict.fromkeys(others, 0)})
     with replaced(view, decompose(stage, view, moments), source):
         alone = dense.copy()
         advance(view, alone)
-    return alone.hidden
+    return alone
 
 
 @time_spent("forward")

@@ -55,8 +55,9 @@ def hidden_states(model: nn.Module, decoder: nn.Module, ids: Tensor) -> Tensor:
     """
     found = []
     hook = decoder.register_forward_hook(lambda _, __, output: found.append(output.last_hidden_state))
+    last = torch.tensor([ids.shape[1] - 1], device=ids.device)  # by a number Gemma 4 keeps as few states as logits
     try:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids, use_cache=False, logits_to_keep=last)
     finally:
         hook.remove()
     return found[0]
