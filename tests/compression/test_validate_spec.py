@@ -114,6 +114,14 @@ def unknown(name: str) -> nn.Module:
             **{**SHAPE, **IDS, "num_key_value_heads": 4, "head_dim": 4},
             **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
         ),
+        # What a block sends goes with what its indexer has chosen; angles are complex numbers.
+        "glm_moe_dsa": lambda: t.GlmMoeDsaConfig(
+            **{**SHAPE, **IDS, "num_key_value_heads": 4, "head_dim": 4, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
+            **{"index_topk": 8, "index_head_dim": 8, "index_n_heads": 4, "first_k_dense_replace": 1},
+        ),
+        "llama4_text": lambda: t.Llama4TextConfig(**(GQA | IDS), head_dim=8, intermediate_size_mlp=48, moe_layers=[]),
         "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
             **{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6
         ),
@@ -128,7 +136,7 @@ def unknown(name: str) -> nn.Module:
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
 OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe"]
-ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "mimo_v2_flash"]
+ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "llama4_text", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,9 @@ def cached_numbers(model) -> int:
         layers = filled_cache(model, some_ids()).layers
     # A state of one size is not counted, as of linear attention.
     layers = [layer for layer in layers if getattr(layer, "keys", None) is not None]
-    return sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in layers)
+    found = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in layers)
+    indexed = [keys for layer in layers if (keys := getattr(layer, "indexer_keys", None)) is not None]
+    return found + sum(keys.shape[-1] for keys in indexed)
 
 
 def filled_cache(model, ids: torch.Tensor) -> t.DynamicCache:

@@ -244,7 +244,7 @@ def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseM
         projections = dict(zip("qkvo", (*attention.qkv(), attention.output), strict=True))
         put_attention(result, attention, projections, width, width)
         return _difference(_sent(view, result, stream, source), expected)
-    except (RuntimeError, ValueError, IndexError):  # shapes that cannot be: another form, then
+    except (RuntimeError, TypeError, ValueError, IndexError):  # shapes or tables that cannot be: another form, then
         return float("inf")
 
 
