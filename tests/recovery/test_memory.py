@@ -34,7 +34,7 @@ def compressed(place, shape):
     transformers.LlamaForCausalLM(config).save_pretrained(place / "dense")
     source = rankfold.open_model(place / "dense", device="cpu")
     text = CalibrationData(some_ids(16, 32), "some", "some", 0, held_out=some_ids(2, 32, seed=1))
-    rankfold.compress(source, method=rankfold.MoDeGPT(sparsity=0.3), calibration=text, output=place / "small")
+    rankfold.compress(source, 0.3, method="strided", calibration=text, output=place / "small")  # in no time
     return source
 
 
