@@ -19,6 +19,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from .processes import is_first
+from .sizes import duration
 
 LINE_SECONDS = 60.0  # between two lines of a log, at least
 
@@ -101,14 +102,6 @@ class Steps:
             self.note,
         ]
         return ", ".join(filter(None, parts))
-
-
-def duration(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3 h 05 min``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class _Log:

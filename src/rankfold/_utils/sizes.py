@@ -1,4 +1,4 @@
-"""Sizes of files, as people write them."""
+"""Sizes of files and lengths of time, as people write them."""
 
 import re
 
@@ -30,3 +30,11 @@ def size_text(size: float) -> str:
 
 
 _ONE = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

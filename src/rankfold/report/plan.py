@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._utils.present import present
-from .._utils.progress import duration
+from .._utils.sizes import duration
 from ..errors import option
 from .outcomes import change_text, size_rows
 
