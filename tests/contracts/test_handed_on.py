@@ -10,8 +10,9 @@ import torch
 import transformers as t
 
 import rankfold
+from allocations import peak_bytes
 from families import GQA, IDS, cached_numbers, some_ids, tokens
-from rankfold import Rankfold
+from rankfold import CalibrationData, Rankfold
 from rankfold.calibration import runner
 from rankfold.compression.budget import rank_options
 from rankfold.compression.duration import timed
@@ -24,16 +25,19 @@ BLOCKS = 6  # the last two read keys and values of the third and the fourth
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
+def config_of(blocks: int = BLOCKS, *, each: int = 8) -> t.Gemma4TextConfig:
+    return t.Gemma4TextConfig(
+        **(GQA | IDS | {"num_hidden_layers": blocks, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8}),
+        **{"hidden_size_per_layer_input": each, "vocab_size_per_layer_input": GQA["vocab_size"]},
+        **{"layer_types": ["sliding_attention", "full_attention"] * (blocks // 2), "num_kv_shared_layers": 2},
+        use_double_wide_mlp=True,
+    )
+
+
 @pytest.fixture
 def dense():
     torch.manual_seed(0)
-    config = t.Gemma4TextConfig(
-        **(GQA | IDS | {"num_hidden_layers": BLOCKS, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8}),
-        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": GQA["vocab_size"]},
-        **{"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2},
-        use_double_wide_mlp=True,
-    )
-    model = t.AutoModelForCausalLM.from_config(config).eval()
+    model = t.AutoModelForCausalLM.from_config(config_of()).eval()
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -144,3 +148,13 @@ def test_the_time_of_a_run_is_estimated_by_a_block_that_reads_no_other(dense):
     method = rankfold.make_method("modegpt", sparsity=0.1, rank_multiple=2)
     plan = rankfold.plan(source, method=method, calibration=data)
     assert (timed(plan, source, data.describe(), "sequential").seconds or 0) > 0
+
+
+def test_the_estimate_of_memory_has_what_waits_for_later_blocks(tmp_path):
+    model = t.AutoModelForCausalLM.from_config(config_of(12, each=64))
+    model.save_pretrained(tmp_path / "dense", max_shard_size="300KB")
+    source, found = rankfold.open_model(tmp_path / "dense", device="cpu"), []
+    data = CalibrationData(some_ids(160, 64), "some", "some", 0, held_out=some_ids(4, 64))
+    options = {"method": "modegpt", "rank_multiple": 2, "calibration": data, "output": tmp_path / "small"}
+    peak = peak_bytes(lambda: found.append(rankfold.compress(source, 0.2, **options)))
+    assert 0.9 * peak <= found[0].plan.peak_memory_bytes <= 1.3 * peak

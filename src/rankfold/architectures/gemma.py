@@ -33,6 +33,7 @@ GEMMA4 = replace(
     ),
     mlp=replace(GEMMA2.mlp, width=None) if GEMMA2.mlp else None,  # twice as wide in blocks that read those of others
     norms=None,
+    handed="hidden_size_per_layer_input",
     unless=(("enable_moe_block", "its experts work next to the MLP, with norms of their own"),),
 )
 

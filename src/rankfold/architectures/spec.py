@@ -172,6 +172,9 @@ class Architecture:
     projects: bool = False
     # Whether the model is lost in a window that does not begin with its start token.
     needs_start: bool = False
+    # Field of the config for the numbers of each token that every block is handed beside the stream. These, and keys
+    # and values that later blocks read, are in memory for all calibration tokens.
+    handed: str | None = None
     # Whether images are added to the stream behind some blocks, which their numbers name, too.
     images_behind_blocks: bool = False
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be

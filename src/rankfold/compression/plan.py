@@ -251,6 +251,10 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
+    if source.architecture.handed:
+        kept = 2 * max(view.attention.cached for view in views)  # of two kinds of layers, for those that read them
+        each = getattr(source.config, source.architecture.handed) * len(source) + kept
+        stream += (tokens + held_out + probes) * each * item
     of_gradients = 8 * max(numbers(view, method.gradients(view)) for view in views)
     backwards = of_gradients * 5 // 4  # half of them once more, as sums in fp32
     if calibration and (windows := _sweep_windows(source, method, calibration)):
