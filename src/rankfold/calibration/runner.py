@@ -213,7 +213,9 @@ def start(
     """
     hidden = offload.states() if offload else []
     stream = Stream(hidden, [], autocast, is_shared=shards is not None, offload=offload)
-    of_size: dict[tuple[int, ...], list[Call]] = {}  # called alike, unless a model hands its tokens to every block
+    of_size: dict[tuple[int, ...], tuple[Any, list[Call]]] = {}  # the first windows of each size
+    # Whether others are called alike; some models hand their tokens to every block. A look waits for the device.
+    alike: bool | None = None
     shards, own = (1, range(1)) if shards is None else (shards, own_shards(shards))
     stream.ids, ends, counts = shard_of(ids, own, shards), [0], list[int]()
     with _recording(source, stop=True) as recorders:
@@ -226,10 +228,13 @@ def start(
                 first = recorders[0].hidden.to(autocast or recorders[0].hidden.dtype)
                 stream.hidden.append(first)
                 counts[-1] += first.shape[:2].numel()
-                calls, same = _calls(recorders, first.dtype), of_size.get(first.shape)
-                if same is None or not _alike(same, calls):
-                    of_size[first.shape] = same = calls
-                stream.calls.append(same)
+                calls = _calls(recorders, first.dtype)
+                if not isinstance(batch, Example):
+                    windows, same = of_size.setdefault(first.shape, (batch, calls))
+                    if alike is None and not torch.equal(windows, batch):
+                        alike = _alike(same, calls)
+                    calls = same if alike else calls
+                stream.calls.append(calls)
             ends.append(len(stream.hidden))
     _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)], counts)
     return stream

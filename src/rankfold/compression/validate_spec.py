@@ -186,7 +186,7 @@ def _halves(view: BlockView, stream: Stream, source: DenseModel) -> Architecture
         if min(_difference(look.before, x), _difference(x, look.before)) < close:
             continue
         step, rest = x - look.before, look.after - x
-        if any(_parallel(step, y, close) for y in look.outputs.values()):  # behind the MLP there may be more
+        if all(any(_parallel(part, y, close) for y in look.outputs.values()) for part in (step, rest)):
             adds = _difference(step, sent) < close and all(_difference(rest, y) < close for y in mlp)
             return replace(spec, middle=name, adds=adds)
     if any(_difference(whole - sent, y) < close for y in [*mlp, *look.outputs.values()]):
