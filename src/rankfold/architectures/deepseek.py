@@ -29,7 +29,7 @@ DEEPSEEK = replace(LLAMA, model_type="deepseek_v3", attention=LATENT, experts=EX
 
 ARCHITECTURES = (
     DEEPSEEK,
-    replace(DEEPSEEK, model_type="deepseek_v2"),
+    replace(DEEPSEEK, model_type="deepseek_v2", experts=replace(EXPERTS, count="n_routed_experts")),
     replace(DEEPSEEK, model_type="glm4_moe_lite"),
     replace(QWEN3, model_type="dots1", experts=EXPERTS),
 )
