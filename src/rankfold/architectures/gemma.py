@@ -4,6 +4,7 @@ embedding of its own for every block."""
 
 from dataclasses import replace
 
+from .._utils.present import present
 from .llama import LLAMA
 from .spec import NormsSpec, left_dense
 
@@ -31,7 +32,7 @@ GEMMA4 = replace(
         kv_heads=None,  # blocks differ in them
         cached="k_proj",
     ),
-    mlp=replace(GEMMA2.mlp, width=None) if GEMMA2.mlp else None,  # twice as wide in blocks that read those of others
+    mlp=replace(present(GEMMA2.mlp), width=None),  # twice as wide in blocks that read those of others
     norms=None,
     handed="hidden_size_per_layer_input",
     unless=(("enable_moe_block", "its experts work next to the MLP, with norms of their own"),),
