@@ -20,7 +20,10 @@ def pytest_ignore_collect(collection_path, config):
     return True if config.option.markexpr == "fast" and not tiers.has_fast(collection_path) else None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    repeated = set(tiers.repeated(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in repeated])
+    items[:] = [item for item in items if item not in repeated]
     tiers.mark(items)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 
-from tiers import KINDS, PILLARS, TESTS, kinds_of, span
+from tiers import KINDS, PILLARS, TESTS, kinds_of, repeated, span
 
 FAMILIES = [*KINDS, *(f"family-{i}" for i in range(10))]
 METHODS = [f"method-{i}" for i in range(8)]
@@ -63,3 +63,16 @@ def test_a_case_without_arguments_stays():
 
     alone = Alone()
     assert span([alone]) == {alone}
+
+
+def test_what_is_of_the_engine_runs_on_one_family_of_each_kind():
+    class Marked(Case):
+        path = "file"
+
+        def get_closest_marker(self, name):
+            return name == "kinds" and self.originalname == "test_a"
+
+    cases = [Marked(*values) for values in product(("test_a", "test_b"), FAMILIES, METHODS, MODES)]
+    out = repeated(cases)
+    assert {c.originalname for c in out} == {"test_a"} and not {c.family for c in out} & {*KINDS}
+    assert len(out) == (len(FAMILIES) - len(KINDS)) * len(METHODS) * len(MODES)

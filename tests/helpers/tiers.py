@@ -1,7 +1,8 @@
 """Which tests are fast, and which only the whole matrix of families, methods and options has.
 
 ``pytest -m fast``: files named here, whole. ``pytest -m "not matrix"``: these, and of all other files those cases that
-span the others; ``pytest -m matrix``: the rest.
+span the others; ``pytest -m matrix``: the rest. A function marked ``kinds`` is of the engine: it runs on one family of
+each kind in all tiers together.
 """
 
 import functools
@@ -38,6 +39,27 @@ KINDS = (
     "deepseek_v3",  # keys and values that are latents already, shared experts
     *("bert-head", "modernbert-head", "vit-head", "clip-vision", "qwen2.5-vl"),  # encoders
 )
+
+
+def repeated(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return cases of functions marked ``kinds`` on families that another one of their kind stands for."""
+    found = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("kinds"):
+            found[item.path, item.originalname].append(item)
+    return [item for cases in found.values() for item in set(cases) - on_kinds(cases)]
+
+
+def on_kinds(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases of one function on families of :data:`KINDS`."""
+    values = {item: values_of(item) for item in cases}
+    families = families_of(set().union(*values.values()))
+    return {item for item in cases if all(value in KINDS for axis, value in values[item] if axis in families)}
+
+
+def families_of(values: set[tuple[str, str]]) -> set[str]:
+    """Return the arguments that are families."""
+    return {axis for axis, _ in values if sum((axis, kind) in values for kind in KINDS) > 1}
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -83,7 +105,7 @@ def span(items: list[pytest.Item], kinds: Collection[str] = KINDS) -> set[pytest
     values = {item: values_of(item) for item in items}
     every = set().union(*values.values())
     lengths = Counter(axis for axis, _ in every)
-    families = {axis for axis in lengths if sum((axis, kind) in every for kind in KINDS) > 1}
+    families = families_of(every)
     others = {(axis, value) for axis, value in every if axis in families and lengths[axis] > FEW and value not in kinds}
     functions = defaultdict(list)
     for item in items:
