@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
 import rankfold
-from families import opened, tokens
+from families import opened, tiny_model, tokens
 from rankfold.allocation import PrunableModule, Share, ZeroSum, from_text
 from rankfold.allocation.base import Allocation
 from rankfold.errors import OptionError
 from rankfold.linalg.preconditioner import preconditioner
-from rankfold.methods.baselines.zero_sum import loss_changes
+from rankfold.methods.baselines.zero_sum import ZSSVD, loss_changes
 
 
 def test_a_singular_value_changes_the_loss_as_autograd_says():
@@ -32,6 +33,35 @@ def test_a_singular_value_changes_the_loss_as_autograd_says():
             (slope,) = torch.autograd.grad(loss(W.detach() - t * part), t)
             assert expected.item() == pytest.approx(slope.item(), rel=1e-6)
         assert (found > 0).any() and (found < 0).any()
+
+
+def test_a_bias_that_takes_the_mean_of_what_is_lost_counts(monkeypatch):
+    """Against the slope of the loss of the whole stock model, its weight and bias moved as the method moves them."""
+    found, effects = {}, ZSSVD.singular_value_effects
+
+    def keep(self, view, moments):
+        return found.setdefault(view.index, effects(self, view, moments))
+
+    monkeypatch.setattr(ZSSVD, "singular_value_effects", keep)
+    rankfold.compress(opened("opt"), 0.3, method="zs-svd", rank_multiple=1, calibration=tokens(), mode="one-pass")
+    model, ids = tiny_model("opt").double(), tokens().ids
+    for name, path in {"q": "self_attn.q_proj", "o": "self_attn.out_proj", "up": "fc1"}.items():
+        path, inputs = f"model.decoder.layers.1.{path}", []
+        layer = model.get_submodule(path)
+        hook = layer.register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(args[0].flatten(0, -2)))
+        with torch.no_grad():
+            model(ids)
+        hook.remove()
+        W, b, (x,) = layer.weight.detach(), layer.bias.detach(), inputs
+        precond = preconditioner(x.T.cov(correction=0), "rootcov", ridge=1e-4)
+        U, S, Vh = torch.linalg.svd(precond.apply(W), full_matrices=False)
+        for i in (0, 7, 20):
+            part, t = precond.undo(S[i] * U[:, i : i + 1] @ Vh[i : i + 1]), torch.zeros(()).requires_grad_()
+            moved = {f"{path}.weight": W - t * part, f"{path}.bias": b + t * (part @ x.mean(0))}
+            logits = torch.func.functional_call(model, moved, (ids,)).logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / len(ids)
+            (slope,) = torch.autograd.grad(loss, t)
+            assert found[1][name][i] == pytest.approx(slope.item(), rel=1e-2, abs=1e-5), (name, i)
 
 
 def share(remove: int, *modules: PrunableModule) -> Share:

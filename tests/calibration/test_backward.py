@@ -60,7 +60,8 @@ def test_gradients_are_those_of_the_whole_stock_model(family, monkeypatch):
         moment = found[index][f"{name}_gradient"]
         assert moment.count == IDS.numel()
         torch.testing.assert_close(moment.second_moment(), g.T @ g / len(g), rtol=1e-3, atol=1e-4 * g.square().mean())
-        torch.testing.assert_close(moment.total, g.sum(0), rtol=1e-3, atol=1e-4 * g.abs().max())
+        for sums in (moment, found[index][f"{name}_bias_gradient"]):
+            torch.testing.assert_close(sums.total.double(), g.sum(0), rtol=1e-3, atol=1e-4 * g.abs().max())
         gradients = torch.stack([one[index, name] for one in alone])  # (sequences, out, in)
         for kind, expected in (("weight_gradient", gradients.sum(0)), ("fisher", gradients.square().sum(0))):
             moment = found[index][f"{name}_{kind}"]
@@ -99,6 +100,8 @@ def test_under_autocast_gradients_are_as_exact_as_its_numbers():
     exact, found = (dict(sweep(source, IDS, gradient_observers(every(plain)))) for source in (plain, rough))
     for index, moments in exact.items():
         for name, moment in moments.items():
+            if name.endswith("bias_gradient"):  # that of keys is rounding: a constant changes no attention
+                continue
             a, b = (m.total if m.second is None else m.second for m in (moment, found[index][name]))
             assert 0 < (a - b).norm() / a.norm() < 0.05, (index, name)
 
@@ -109,6 +112,8 @@ def test_a_model_in_bf16_gives_finite_gradients_near_those_in_fp32(family):
     exact, found = (dict(sweep(source, IDS, gradient_observers(every(plain)))) for source in (plain, rough))
     for index, moments in exact.items():
         for name, moment in moments.items():
+            if name.endswith("bias_gradient"):  # that of keys is rounding: a constant changes no attention
+                continue
             a, b = (m.total if m.second is None else m.second for m in (moment, found[index][name]))
             assert 0 < (a - b).norm() / a.norm() < 0.2, (index, name)  # queries and keys of small gradients differ most
 
@@ -182,8 +187,8 @@ def test_numbers_and_widths_are_those_that_are_measured(family):
     names, view = every(source), source.meta_block(0)
     measured = dict(sweep(source, IDS, gradient_observers(names), first=2))[2]
     sizes = {name: (m.total if m.second is None else m.second).shape for name, m in measured.items()}
-    assert numbers(view, names) == sum(rows * columns for rows, columns in sizes.values())
-    assert widest(view, names) == max(rows for rows, _ in sizes.values())
+    assert numbers(view, names) == sum(size.numel() for size in sizes.values())
+    assert widest(view, names) == max(size[0] for size in sizes.values())
 
 
 def test_merging_windows_adds_what_each_gives():

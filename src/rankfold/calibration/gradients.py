@@ -74,6 +74,17 @@ class WeightGradient:
         return out * wide
 
 
+class BiasGradient(WeightGradient):
+    """Gradient ``(O,)`` of the bias that a layer has or could have, summed over sequences."""
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        self._add(g.detach().float().sum((0, 1)), len(x))
+
+    @staticmethod
+    def numbers(out: int, wide: int) -> int:
+        return out
+
+
 class Fisher(WeightGradient):
     """Diagonal ``(O, I)`` of the empirical Fisher of the weight of a layer: squares of the gradients of single
     sequences.
@@ -87,7 +98,12 @@ class Fisher(WeightGradient):
 
 
 LAYERS = ("q", "k", "v", "qkv", "o", "gate", "up", "down")  # as `BlockView.layers` names them; a block has some of them
-KINDS = {"gradient": OutputGradient, "weight_gradient": WeightGradient, "fisher": Fisher}
+KINDS = {
+    "gradient": OutputGradient,
+    "weight_gradient": WeightGradient,
+    "bias_gradient": BiasGradient,
+    "fisher": Fisher,
+}
 # What a backward pass can measure in a block: name -> layer and observer. Methods name the ones they need.
 GRADIENTS: dict[str, tuple[str, type]] = {
     f"{layer}_{kind}": (layer, observer) for layer in LAYERS for kind, observer in KINDS.items()

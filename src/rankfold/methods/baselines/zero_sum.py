@@ -22,8 +22,10 @@ class ZSSVD(SVDLLM):
     """SVD after whitening, ranks by the zero-sum rule: ZS-SVD (arXiv:2602.02848) in one shot.
 
     Removing a singular value ``s`` of ``W E = U S V^T`` changes the loss by ``-s u^T G E^-T v`` to first order, ``G``
-    the gradient of the weight and ``E`` the whitening of its inputs. Ranks are chosen on the dense model; the paper's
-    factors are those of mode one-pass. Left out: corrections between stages, and quantised factors.
+    the gradient of the weight and ``E`` the whitening of its inputs. Where a bias takes the mean ``m`` of what is lost,
+    which the paper does not have, its gradient ``g`` counts: ``G - g m^T`` is in place of ``G``. Ranks are chosen on
+    the dense model; the paper's factors are those of mode one-pass. Left out: corrections between stages, and quantised
+    factors.
     """
 
     name: ClassVar[str] = "zs-svd"
@@ -34,8 +36,11 @@ class ZSSVD(SVDLLM):
     allocation: Allocation = field(default=ZeroSum())
 
     def gradients(self, view: BlockView) -> set[str]:
-        modules = self.supported_modules(view.architecture, view)
-        return {f"{stored_rows(view, module)[0]}_weight_gradient" for module in modules}
+        projections, found = dense_projections(self, view), set()
+        for module in self.supported_modules(view.architecture, view):
+            kinds = ("weight", "bias") if self.centres(projections[module]) else ("weight",)
+            found |= {f"{stored_rows(view, module)[0]}_{kind}_gradient" for kind in kinds}
+        return found
 
     def shared(self, view: BlockView) -> set[str]:
         return self.statistics(view)  # of all blocks, before ranks are chosen
@@ -48,6 +53,9 @@ class ZSSVD(SVDLLM):
             gradient = moments[f"{layer}_weight_gradient"]
             given = prepare(self, moments, INPUTS[module], centred=self.centres(dense))
             G = gradient.total.double()[rows] / gradient.count
+            if given.centred:
+                of_bias = moments[f"{layer}_bias_gradient"]
+                G -= torch.outer(of_bias.total.double()[rows] / of_bias.count, given.mean.to(G))
             found[module] = loss_changes(dense.weight.double(), G, given.precond).tolist()
         return found
 
@@ -56,7 +64,9 @@ def loss_changes(W: Tensor, G: Tensor, precond: Preconditioner) -> Tensor:
     """Return ``(K,)`` first-order changes of a loss when a singular value of ``W E`` becomes zero, largest value first.
 
     Args:
-        W: ``(O, N)`` weight.  G: ``(O, N)`` gradient of the loss by it.  precond: ``E``.
+        W: ``(O, N)`` weight.
+        G: ``(O, N)`` gradient of the loss by it, of a bias too where that takes the mean of what is lost.
+        precond: ``E``.
     """
     U, S, Vh = torch.linalg.svd(precond.apply(W), full_matrices=False)
     return -S * ((U.T @ G.to(S)) * precond.undo(Vh)).sum(1)
