@@ -91,6 +91,21 @@ def test_lu_is_multiplied_in_full(family):
         planned_macs(source, plan, T)
 
 
+def test_a_shared_basis_is_multiplied_in_every_block():
+    chosen = rankfold.make_method("basis-sharing", sparsity=0.3, rank_multiple=2)
+    source, plan, model = compressed("llama", chosen)
+    assert counted_macs(model, T) == formula_macs(model, T)["total"]
+    with pytest.raises(OptionError, match="do not follow from the weights stored"):
+        planned_macs(source, plan, T)
+
+
+def test_zeros_are_multiplied():
+    source, plan, model = compressed("llama", rankfold.make_method("wanda"))
+    dense = formula_macs(source.model, T)
+    assert counted_macs(model, T) == formula_macs(model, T)["total"] == dense["total"]
+    assert planned_macs(source, plan, T) == dense
+
+
 def test_complexity_says_what_the_parts_say():
     model = tiny_model("llama")
     found, parts = complexity(model, tokens=T), formula_macs(model, T)

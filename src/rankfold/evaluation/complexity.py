@@ -119,11 +119,13 @@ def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
 
     Raises:
         UnsupportedModelError: see :func:`formula_macs`.
-        OptionError: the junction ``lu`` or one per head: what they do not store is multiplied all the same.
+        OptionError: the junction ``lu``, one per head, or bases that blocks share: what is not stored, or once only, is
+            multiplied all the same.
     """
-    if plan.method.get("junction") == "lu" or plan.method.get("head_junction"):
+    chosen = plan.method
+    if chosen.get("junction") == "lu" or chosen.get("head_junction") or chosen.get("group_size", 1) > 1:
         raise OptionError(
-            "MACs of junction=lu and head_junction=true do not follow from the weights stored; "
+            "MACs of junction=lu, head_junction=true and shared bases do not follow from the weights stored; "
             "count the compressed model"
         )
     parts = formula_macs(source.model, tokens)
@@ -131,7 +133,8 @@ def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
     for m in plan.modules:
         full, left = (attended_macs(views[m.block], m.module, rank) for rank in (m.of, m.rank))
         saved += full - left
-    linear, attention = parts["linear"] - tokens * plan.removed_weights, parts["attention"] - tokens * tokens * saved
+    removed = 0 if "zeros" in plan.facts else plan.removed_weights  # zeros are multiplied too
+    linear, attention = parts["linear"] - tokens * removed, parts["attention"] - tokens * tokens * saved
     return {"linear": linear, "attention": attention, "total": linear + attention}
 
 
