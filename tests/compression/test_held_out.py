@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, EXPERTS, opened, some_ids, tokens
+from activations import blocks_of
+from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold import CalibrationData, MoDeGPT, make_method
 from rankfold.calibration import likelihood, runner
 from rankfold.calibration.runner import advance, measure, start
@@ -212,6 +213,17 @@ def test_what_a_sparsity_explains_grows_with_it():
     ratios = [explained_ratio(s / 10) for s in range(10)]
     assert ratios[0] == 1.05 and all(a < b for a, b in itertools.pairwise(ratios))
     assert math.isclose(ratios[3], 0.7**-3)
+
+
+def test_a_model_that_loses_all_its_blocks_is_scored():
+    """Blocks that send nothing cost nothing, so a measured allocation may take all of every one."""
+    model = tiny_model("llama")
+    for block in blocks_of(model):
+        for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+            torch.nn.init.zeros_(layer.weight)
+    found = rankfold.compress(model, 0.3, rank_multiple=2, allow_module_removal=True, calibration=tokens())
+    assert found.plan.sparsity == 1
+    assert math.isclose(found.record["held_out"]["ratio"], 1, rel_tol=1e-6) and not found.record["held_out"]["warning"]
 
 
 def test_every_method_reports_held_out_errors(watched):

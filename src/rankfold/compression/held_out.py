@@ -32,6 +32,7 @@ from .states import compare_states
 log = logging.getLogger(__name__)
 
 SMALL = 1.05  # ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it
+LEAST = 1e-3  # part of the weights left by which a loss is explained: a run may remove all of them
 CERTAIN = 2  # standard errors between a loss and what is explained, before a model is called damaged
 
 
@@ -40,7 +41,7 @@ def explained_ratio(sparsity: float) -> float:
 
     A rule of thumb that sound runs stay well below and broken ones leave far behind (docs/metrics.md).
     """
-    return max((1 - sparsity) ** -3, SMALL)
+    return max(max(1 - sparsity, LEAST) ** -3, SMALL)
 
 
 def is_damaged(found: Comparison, sparsity: float) -> bool:
