@@ -112,15 +112,18 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(den
         assert costs[unit.key][tried] == pytest.approx(divergence, rel=5e-3, abs=1e-7), unit.key
 
 
-@pytest.mark.parametrize("method", ["llm-pruner", "obd"])
-def test_gradients_are_refused_in_one_line(dense, method):
-    with pytest.raises(UnsupportedModelError, match="hand keys and values on to later ones"):
-        rankfold.compress(dense, 0.1, method=method, calibration=tokens(), rank_multiple=2)
+ASKED = {"gradients": ("llm-pruner", {}), "more gradients": ("obd", {}), "latency": ("modegpt", {"budget": "latency"})}
 
 
-def test_blocks_are_not_timed_one_by_one(dense):
-    with pytest.raises(UnsupportedModelError, match="hand keys and values on to later ones"):
-        rankfold.compress(dense, 0.1, method="modegpt", calibration=tokens(), rank_multiple=2, budget="latency")
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_runs_single_blocks_is_refused_in_one_sentence(dense, asked):
+    method, options = ASKED[asked]
+    with pytest.raises(UnsupportedModelError) as refused:
+        rankfold.compress(dense, 0.1, method=method, calibration=tokens(), rank_multiple=2, **options)
+    assert str(refused.value) == (
+        f"blocks of {type(dense).__name__} hand keys and values on to later ones, so none runs by itself, as gradients "
+        "and latencies are measured; use a method, an allocation and a budget without them"
+    )
 
 
 @pytest.mark.parametrize("options", [{"tune": "all"}, {"tune": "lora"}, {"blockwise": True}], ids=str)

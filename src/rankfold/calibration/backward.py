@@ -18,7 +18,6 @@ from .._utils.memory import release_memory
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch, Data, again
-from ..errors import UnsupportedModelError
 from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite, sum_shards
 from .runner import Shard, Stream, advance, batch_tokens, predictions, start
@@ -68,16 +67,13 @@ def sweep(
 
     Raises:
         NumericsError: an activation or gradient is NaN or infinite.
+        UnsupportedModelError: blocks hand keys and values on to later ones.
 
     Cost: two forwards of all blocks, of norm and head one; about as much again backwards; in memory what enters each of
     the blocks, ``(S, T, D)`` in the precision of the stream, and the graph of one block for one batch.
     """
     stream, inputs = start(source, ids, autocast=source.autocast, shards=shards), []
-    if stream.hands_on:
-        raise UnsupportedModelError(
-            f"blocks of {source.name} hand keys and values on to later ones, and gradients are not taken back through "
-            "these; use a method and options without gradients"
-        )
+    stream.check_apart(source.name)
     for index in range(len(source)):
         inputs.append([hidden.cpu() for hidden in stream.hidden])
         advance(source.block(index), stream)

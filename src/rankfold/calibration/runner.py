@@ -24,7 +24,7 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
 from ..data.batches import Data, Example, batches, ids_of, shard_of
-from ..errors import NumericsError, option
+from ..errors import NumericsError, UnsupportedModelError, option
 from .forward import forward
 from .moments import NO_OWNERS, BlockMoments, check_finite, sum_shards
 from .observers import Batch, DenseBatch, LayerInput, Observer
@@ -89,6 +89,14 @@ class Stream:
     def hands_on(self) -> bool:
         """Whether blocks hand states on to later ones beside the stream: in some families keys and values."""
         return any(_held(call) for call in self.calls[0]) if self.calls else False
+
+    def check_apart(self, name: str) -> None:
+        """Raise :class:`UnsupportedModelError` where a block of the model of this name needs those before it."""
+        if self.hands_on:
+            raise UnsupportedModelError(
+                f"blocks of {name} hand keys and values on to later ones, so none runs by itself, as gradients and "
+                "latencies are measured; use a method, an allocation and a budget without them"
+            )
 
     def copy(self) -> "Stream":
         """Another one at the same place, which goes its own way."""

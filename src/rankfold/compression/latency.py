@@ -19,7 +19,7 @@ from .._utils.progress import track
 from ..architectures import BlockView
 from ..calibration.runner import start
 from ..data.batches import noise
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError
 from ..methods import MeasurableMethod, PrunableModule
 from ..models.dense_model import DenseModel
 from .replace import replaced, swapped
@@ -105,11 +105,7 @@ def measure_latency(
     Cost: some 130 forwards of each kind of block.
     """
     stream = start(source, noise(source.part, 1, context), autocast=None)
-    if stream.hands_on:
-        raise UnsupportedModelError(
-            f"blocks of {source.name} hand keys and values on to later ones, so they cannot be timed one by one; use "
-            "another budget"
-        )
+    stream.check_apart(source.name)
     alike: dict[str, list[int]] = {}
     for index in range(len(source)):
         alike.setdefault(likeness(source.meta_block(index)), []).append(index)
