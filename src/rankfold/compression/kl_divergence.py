@@ -8,8 +8,9 @@ ranks the effect grows like the squared error; where a whole module may go, that
 resident at a time; beside the dense stream as many short ones as there were trials so far go through it.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,8 +166,9 @@ class _Search:
             if shard in self.found:
                 mine.append((shard, view, moments, self.dense.copy()))
             advance(view, self.dense)
-            for tried in self.tried.values():
-                advance(view, tried)
+            with _trials_alone():
+                for tried in self.tried.values():
+                    advance(view, tried)
             del view, moments
             release_memory()
         while mine:
@@ -200,9 +202,10 @@ class _Search:
         """Take what was sent through the blocks that the others are behind already."""
         late = Stream([], [], self.source.autocast)
         _append(late, sent, self.together)
-        for index in behind if late.hidden else ():
-            advance(self.source.block(index), late)
-            release_memory()
+        with _trials_alone():
+            for index in behind if late.hidden else ():
+                advance(self.source.block(index), late)
+                release_memory()
         _append(self.tried[shard], late, self.together)
 
     def costs(self) -> RankCosts:
@@ -213,6 +216,18 @@ class _Search:
             for (one, rank), effect in zip(_trials(found), effects, strict=True):
                 one.effects[rank] = effect
         return {one.module.key: one.costs() for found in self.found.values() for one in found}
+
+
+@contextlib.contextmanager
+def _trials_alone() -> Iterator[None]:
+    """Tell numbers that only a trial makes too large from those of the dense model."""
+    try:
+        yield
+    except NumericsError as error:
+        raise NumericsError(
+            "the dense model with a single module compressed computes NaN or infinity, and by itself it does not; give "
+            f"the model in float32, or take {method_option('allocation', 'uniform')}"
+        ) from error
 
 
 def _trials(sensitivities: list[Sensitivity]) -> list[tuple[Sensitivity, int]]:
@@ -330,7 +345,7 @@ def _output(
     """Run the dense stream through the block with one of its modules compressed; the block stays as it is."""
     others = [other for other, this in method.together.items() if this == module.module and rank == 0]
     (stage,) = method.alone(view).stages(view, {module.module: rank, **dict.fromkeys(others, 0)})
-    with replaced(view, decompose(stage, view, moments), source):
+    with replaced(view, decompose(stage, view, moments), source), _trials_alone():
         alone = dense.copy()
         advance(view, alone)
     return alone
@@ -352,7 +367,8 @@ def _divergences(
         sent = partial(_sent, source, batch, dense)
         expected = sent(hidden)
         apart = distance(expected)
-        found.append(torch.stack([apart(sent(x)) for x in copies[number :: len(dense.hidden)]]))
+        with _trials_alone():
+            found.append(torch.stack([apart(sent(x)) for x in copies[number :: len(dense.hidden)]]))
         counts.append(expected.shape[1])
     weighted = (apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True))
     return sum(weighted, torch.zeros_like(found[0])).tolist()
