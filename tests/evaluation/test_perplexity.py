@@ -158,15 +158,20 @@ def test_a_window_of_one_token_predicts_nothing():
         windows_of(torch.arange(9), 1)
 
 
-@pytest.mark.parametrize("rows, wanted", [(200, 16), (3, 1)])
-def test_a_limit_is_met_where_tokens_are_long(tmp_path, rows, wanted):
-    """Logs and padded tables have tokens of 20 characters, so more of the file is read than for most texts."""
+@pytest.mark.parametrize("rows, wanted, times", [(200, 16, 2), (3, 1, 1)])
+def test_a_limit_is_met_where_tokens_are_long(tmp_path, rows, wanted, times):
+    """Logs and padded tables have tokens of 20 characters, so more of the file is read than for most texts; of one that
+    was read as a whole there is no more."""
     row = json.dumps({"text": "=" * 1278})
     (tmp_path / "log.jsonl").write_text("\n".join([row] * rows), encoding="utf-8")
 
+    tokenised = []
+
     def tokenizer(text, **_):
+        tokenised.append(text)
         return SimpleNamespace(input_ids=torch.arange(len(text) // 20)[None] % 50)
 
     texts = Texts((str(tmp_path / "log.jsonl"),), max_length=128, limit=16)
     windows = texts.windows_of(*texts.read(), tokenizer, "model", LlamaConfig(vocab_size=50), 128)
     assert len(windows) == wanted and windows.flatten().equal(torch.arange(wanted * 128) % 50)
+    assert len(tokenised) == times

@@ -65,21 +65,26 @@ class Texts:
         return [self._read(name, MANY) for name in self.names]
 
     def _read(self, name: str, characters: int) -> Text:
-        limit = self.limit_of(name)
-        most = None if limit is None else limit * self.max_length * characters
+        most = self._characters(name, characters)
         return read_text(name, use="evaluation", column=self.text_column, characters=most)
+
+    def _characters(self, name: str, of_token: int) -> int | None:
+        limit = self.limit_of(name)
+        return None if limit is None else limit * self.max_length * of_token
 
     def windows_of(self, text: Text, tokenizer, model: str, config, length: int) -> Tensor:
         """Return the ``(W, T)`` windows of a text that was read; arguments and errors as of :func:`windows_of_text`.
 
         Tokens of logs and padded tables are long, so more of a text is read where it has fewer windows than wanted.
         """
-        limit = self.limit_of(text.name)
-        with contextlib.suppress(DataError):
-            windows = windows_of_text(text, tokenizer, model, config, length, limit)
-            if limit is None or len(windows) == limit:
-                return windows
-        return windows_of_text(self._read(text.name, MOST), tokenizer, model, config, length, limit)
+        limit, asked = self.limit_of(text.name), self._characters(text.name, MANY)
+        if asked is not None and sum(map(len, text.documents)) >= asked:  # with fewer, all of it was read
+            with contextlib.suppress(DataError):
+                windows = windows_of_text(text, tokenizer, model, config, length, limit)
+                if len(windows) == limit:
+                    return windows
+            text = self._read(text.name, MOST)
+        return windows_of_text(text, tokenizer, model, config, length, limit)
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and
