@@ -103,9 +103,13 @@ def test_influence_is_one_minus_the_cosine(family):
 def test_batches_share_what_blocks_are_called_with_unless_it_depends_on_their_tokens(monkeypatch):
     """Gemma 4 hands every block an embedding of its own of each token."""
     monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
-    source, ids = opened(), some_ids(5, 32)
+    source, ids, recorded = opened(), some_ids(9, 32), []
+    record = runner._Recorder.forward
+    monkeypatch.setattr(runner._Recorder, "forward", lambda *a, **k: recorded.append(a[0]) or record(*a, **k))
     plain = start(source, ids, autocast=None).calls  # two windows a batch, one in the last
-    assert plain[0] is plain[1] is not plain[2]
+    assert plain[0] is plain[1] is plain[2] is plain[3] is not plain[4]
+    last = list(dict.fromkeys(recorded))[-1]  # two that are alike tell of the third, not of another size
+    assert [recorded.count(one) for one in (recorded[0], last)] == [5, 3]
 
     def with_tokens(_, args, kwargs):
         return args, kwargs | {"tokens": kwargs["input_ids"]}

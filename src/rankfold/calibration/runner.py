@@ -222,7 +222,8 @@ def start(
     hidden = offload.states() if offload else []
     stream = Stream(hidden, [], autocast, is_shared=shards is not None, offload=offload)
     of_size: dict[tuple[int, ...], tuple[Any, list[Call]]] = {}  # the first windows of each size
-    # Whether others are called alike; some models hand their tokens to every block. A look waits for the device.
+    # Whether others are called alike; some models hand their tokens to every block. A look waits for the device. Where
+    # they are, no forward of a size that is known goes beyond the first block.
     alike: bool | None = None
     shards, own = (1, range(1)) if shards is None else (shards, own_shards(shards))
     stream.ids, ends, counts = shard_of(ids, own, shards), [0], list[int]()
@@ -231,14 +232,17 @@ def start(
             some = shard_of(ids, range(shard, shard + 1), shards)
             counts.append(0)
             for batch in batches(some, most or batch_tokens(source), source.part):
+                size = () if isinstance(batch, Example) else batch.shape
+                known = of_size.get(size) if alike else None
+                recorders[0].last = known is not None or len(recorders) == 1
                 with contextlib.suppress(_Stop):
                     forward(source, batch.read() if isinstance(batch, Example) else batch)
                 first = recorders[0].hidden.to(autocast or recorders[0].hidden.dtype)
                 stream.hidden.append(first)
                 counts[-1] += first.shape[:2].numel()
-                calls = _calls(recorders, first.dtype)
-                if not isinstance(batch, Example):
-                    windows, same = of_size.setdefault(first.shape, (batch, calls))
+                calls = known[1] if known else _calls(recorders, first.dtype)
+                if not (known or isinstance(batch, Example)):
+                    windows, same = of_size.setdefault(size, (batch, calls))
                     if alike is None and not torch.equal(windows, batch):
                         alike = _alike(same, calls)
                     calls = same if alike else calls
