@@ -6,9 +6,11 @@ import transformers
 
 import rankfold
 from allocations import peak_bytes
+from clocks import set_by_hand
 from families import some_ids, tiny_model, tokens
 from rankfold.checkpoint.streamed import open_streamed
 from rankfold.data.calibration_data import CalibrationData
+from rankfold.recovery import training
 from rankfold.recovery.blockwise import Blockwise, kept_of
 from rankfold.recovery.options import Options
 from rankfold.recovery.recover import recover
@@ -135,9 +137,12 @@ def test_a_killed_run_ends_in_the_same_weights(small, tmp_path, monkeypatch):
     steps = iter(range(9))
     fit = Blockwise._fit
 
+    wait = set_by_hand(monkeypatch, training, "monotonic")
+
     def killed(self, *args):
-        if next(steps) in (1, 3):  # between the halves of the first block, and in the second
+        if next(steps) in (1, 4):  # between the halves of the first block, and in the second
             raise Killed
+        wait(1.0)
         fit(self, *args)
 
     with monkeypatch.context() as patch:
@@ -149,6 +154,7 @@ def test_a_killed_run_ends_in_the_same_weights(small, tmp_path, monkeypatch):
     found = again.train()
     again.write(tmp_path / "again-out")
     assert found[3] == expected[3]
+    assert again.clock.seconds == 2.0, "of what was kept: the halves of the first block"
     assert all(torch.equal(*pair) for pair in zip(found[2]["some"], expected[2]["some"], strict=True))
     for file in sorted((tmp_path / "whole-out").glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "again-out" / file.name).read_bytes(), file.name

@@ -17,6 +17,7 @@ import rankfold
 from clocks import set_by_hand
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
+from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
 from rankfold.recovery.recover import recover
@@ -273,7 +274,13 @@ def test_data_that_cannot_be_trained_on_is_refused(calibration, said, place):
 
 
 def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monkeypatch):
-    step = module.Distiller.training_step
+    wait, plain = set_by_hand(monkeypatch, training, "monotonic"), module.Distiller.training_step
+
+    def step(*args, **kwargs):
+        wait(1.0)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(module.Distiller, "training_step", step)
     for stop in (3, 7, 5):  # steps of a process until it is killed
         calls = iter(range(stop))
 
@@ -292,6 +299,7 @@ def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monke
         place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "again", **OPTIONS
     )
     assert resumed.record["recovery"]["history"] == recovered.record["recovery"]["history"]
+    assert resumed.record["recovery"]["seconds"] == 16.0, "of all steps, whichever process took them"
     folders = (tmp_path / "again", recovered.output)
     assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 

@@ -39,7 +39,7 @@ from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses
 from .options import Options
 from .rate import rate_by_size
-from .training import AT_ONCE, warm_up
+from .training import AT_ONCE, Clock, warm_up
 from .tuning import Tune, mask_of_zeros, own_weights, round_weights
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class Blockwise:
         written: torch.dtype,
         work: Path,
     ):
+        self.clock = Clock(work)
         self.student, self.teacher, self.kept, self.options = student, teacher, kept, options
         self.written, self.work = written, work
         held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
@@ -288,6 +289,7 @@ class Blockwise:
             view.index, {prefix + name: as_written(tensor, self.written) for name, tensor in state.items()}
         )
         write_json(report, found)
+        self.clock.save()
         return found
 
     def _train(self, view: BlockView, targets: list[DenseBatch], unseen: list[DenseBatch]) -> dict[str, Any]:

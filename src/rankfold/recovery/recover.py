@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -160,14 +159,14 @@ def recover(
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
     texts = load_texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
     recovery = Recovery(given, source, kept, texts, probes_of(source, given.record), options, settings)
-    begin, output = time.monotonic(), Path(output) if output else None
+    output = Path(output) if output else None
     with _working(output, recovery.identity) as work:
         run = recovery.started(work, keep=output is not None)
         record = recovery.train(run)
         facts = record["recovery"]
         shares = named(calibration) or dict.fromkeys(texts, 1.0)
         facts |= {"calibration": {shown(text): share for text, share in shares.items()}}
-        facts |= {"adapter": adapter, "seconds": time.monotonic() - begin}
+        facts |= {"adapter": adapter, "seconds": run.clock.seconds}
         facts |= {"processes": process_count()}
         if not facts["recovered"] and isinstance(run, WholeModel):
             run.give_back(open_student(model, device).model)

@@ -5,6 +5,7 @@ Shape legend: N sequences, T tokens.
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from .._utils.files import writing
-from .._utils.processes import gather, is_first, on_first, process_count, together
+from .._utils.files import read_json, write_json, writing
+from .._utils.processes import from_first, gather, is_first, on_first, process_count, together
 from .._utils.progress import track
 from ..errors import OptionError, option
 from ..models.devices import autocast_dtype
@@ -22,6 +23,7 @@ from .loss import Head, Loss, hidden_states, training_loss
 log = logging.getLogger(__name__)
 
 DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole
+SECONDS = "seconds.json"
 WARM_UP = 0.05  # fraction of all steps
 LEAST_WARM_UP = 3  # steps, of a run that has twice as many: AdamW knows little of the gradients before
 AT_ONCE = 2048  # tokens of a forward and backward pass
@@ -110,6 +112,31 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         next(self.steps, None)
+
+
+class Clock(TrainerCallback):
+    """Count the seconds of a run, and of those before it that were killed, up to the last state that each has saved.
+
+    Args:
+        work: folder of the unfinished run.
+    """
+
+    def __init__(self, work: Path):
+        self.path = work / SECONDS
+        before = from_first(lambda: read_json(self.path)["seconds"] if self.path.exists() else 0.0)
+        self.begin = time.monotonic() - before
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self.begin
+
+    def save(self) -> None:
+        """Leave the seconds so far to the next run."""
+        on_first(lambda: write_json(self.path, {"seconds": self.seconds}))
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.save()
 
 
 class KeepWhole(TrainerCallback):

@@ -36,6 +36,7 @@ from .options import Options, Settings
 from .rate import measured_rate
 from .training import (
     AT_ONCE,
+    Clock,
     Distiller,
     KeepWhole,
     KeepZeros,
@@ -86,6 +87,7 @@ class WholeModel:
         work: Path,
         keep: bool,
     ):
+        self.clock = Clock(work)
         self.student, self.source, self.options, self.settings = student, source, options, settings
         self.probes, self.written, self.work, self.keep = probes, written, work, keep
         self.network: Any = student
@@ -149,7 +151,13 @@ class WholeModel:
         self.network = network = prepared(student, options.tune, options.rank, options.seed)
         batch = self.batch
         judge = Judge(network, student, self.held_out, before, work, options.tolerance)
-        callbacks = [judge, Progress(judge.note), KeepWhole(), *([KeepZeros(network, masks)] if masks else [])]
+        callbacks = [
+            judge,
+            Progress(judge.note),
+            self.clock,
+            KeepWhole(),
+            *([KeepZeros(network, masks)] if masks else []),
+        ]
         steps = max(1, round(options.tokens / (batch * ids.shape[1])))
         make = functools.partial(
             Distiller,
