@@ -15,6 +15,7 @@ import torch
 
 import rankfold
 from clocks import set_by_hand
+from families import some_ids, tiny_model
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
 from rankfold.recovery import training
@@ -128,6 +129,21 @@ def test_embeddings_and_head_stay(place, recovered):
     before, after = rankfold.load(place / "small", device="cpu"), recovered.model
     assert torch.equal(before.get_input_embeddings().weight, after.get_input_embeddings().weight)
     assert torch.equal(before.get_output_embeddings().weight, after.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize(("tune", "found"), [("lora", 4), ("lora-mlp", 2)])
+def test_adapters_are_on_the_linear_layers_that_gpt2_stores_transposed(tune, found):
+    """GPT-2 has them where nothing was compressed: in excluded blocks, and in all that a removal of blocks leaves."""
+    model = tiny_model("gpt2", blocks=1)
+    expected = model(some_ids()).logits
+    network = prepared(model, tune, 4, 0)
+    adapters = [p for name, p in network.named_parameters() if "lora_B" in name]
+    assert len(adapters) == found
+    for one in adapters:
+        torch.nn.init.normal_(one, std=0.1)
+    tuned = network(some_ids()).logits
+    assert not torch.allclose(tuned, expected, atol=0.1)
+    torch.testing.assert_close(network.merge_and_unload()(some_ids()).logits, tuned, rtol=0, atol=1e-4)
 
 
 def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .._utils.extras import require
 from .._utils.present import present
@@ -62,6 +63,7 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
         with torch.random.fork_rng(), warnings.catch_warnings():  # Trainer sets the seed too late for them
             torch.manual_seed(seed)
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for a name of before
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # it knows GPT-2's layers, and says so
             return get_peft_model(model, adapters)
     tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
     for parameter in own_weights(model, tune):
@@ -92,7 +94,7 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
     found = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | Conv1D)
         and module in read
         and module.weight.numel()
         and not any(path in name for path in left_out)
