@@ -403,6 +403,20 @@ def test_options_out_of_range_are_refused(place, options, message):
         recover(place / "small", place / "dense", calibration=place / "manual.txt", **{**OPTIONS, **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tokens 0", "--tokens must be at least 1, got 0"),
+        ("--lr -1", "--lr and --minutes must be more than 0, and --tolerance at least 0"),
+        ("--adapter", "--adapter writes the adapters of --tune lora or --tune lora-mlp to --output; give both"),
+        ("--report-to nowhere", "--report-to must be one of none, all"),
+    ],
+)
+def test_a_command_is_refused_in_its_own_words(place, run, options, message):
+    code, _, err = run(f"recover small -o refused --teacher dense --calibration manual.txt --device cpu {options}")
+    assert code == 2 and message in err
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
     save_tiny(tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())

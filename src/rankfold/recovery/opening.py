@@ -134,7 +134,8 @@ def load_texts(calibration, source: DenseModel, options: Options, sequences: flo
             raise OptionError(f"training takes sequences of one length, and {name!r} holds {text.kind}; give texts")
         if text.held_out is None:
             raise OptionError(
-                f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
+                f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller "
+                f"{option('max_length')}"
             )
         found[name] = text
     return found

@@ -93,17 +93,23 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
     least = {"tokens": 1, "rank": 1, "batch_tokens": 1, "max_length": 2}  # one token predicts the next
     for name, value in zip(least, (options.tokens, options.rank, options.batch_tokens, options.length), strict=True):
         if value < least[name]:
-            raise OptionError(f"{name} must be at least {least[name]}, got {value}")
+            raise OptionError(f"{option(name)} must be at least {least[name]}, got {value}")
     positive = (options.lr, settings.minutes)
     if not (all(n is None or n > 0 for n in positive) and options.tolerance >= 0):  # a NaN neither
-        raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
+        raise OptionError(
+            f"{option('lr')} and {option('minutes')} must be more than 0, and {option('tolerance')} at least 0"
+        )
     check_seed(options.seed)
     if settings.report_to not in (known := ["none", "all", *get_available_reporting_integrations()]):
         raise OptionError(
-            f"report_to must be one of {', '.join(known)}, got {settings.report_to!r}; install what is to be used"
+            f"{option('report_to')} must be one of {', '.join(known)}, got {settings.report_to!r}; install what is "
+            "to be used"
         )
     if settings.adapter and (not options.tune.startswith("lora") or output is None):
-        raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
+        raise OptionError(
+            f"{option('adapter', True)} writes the adapters of {option('tune', 'lora')} or "
+            f"{option('tune', 'lora-mlp')} to {option('output')}; give both"
+        )
     if settings.cache_logits is not None and options.loss == "next-token":
         raise OptionError(
             f"{option('cache_logits')} keeps what the dense model predicts, which {option('loss', 'next-token')} does "

@@ -35,7 +35,9 @@ def check_trainable(model: PreTrainedModel, tune: Tune) -> None:
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} predicts no next token, so there is nothing to recover")
     if tune.startswith("lora") and mask_of_zeros(model):
-        raise OptionError(f"tune={tune!r} would fill the zeros of a semi-structured model; give tune='all'")
+        raise OptionError(
+            f"{option('tune', tune)} would fill the zeros of a semi-structured model; give {option('tune', 'all')}"
+        )
 
 
 def mask_of_zeros(model: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +102,7 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
         and not any(path in name for path in left_out)
     ]
     if not found:
-        raise UnsupportedModelError("the model has no linear layer to put adapters on; give tune='all'")
+        raise UnsupportedModelError(f"the model has no linear layer to put adapters on; give {option('tune', 'all')}")
     return found
 
 
