@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rankfold
@@ -529,3 +530,40 @@ def test_a_model_without_experts_says_so():
         UnsupportedModelError, match="cannot take module 'experts': it has none; use modules=.'mlp', 'qk', 'vo'."
     ):
         rankfold.compress(source, method=MoDeGPT(modules=("experts",)), calibration=text(4))
+
+
+def choosing(tensors) -> dict:
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(("correction_bias", "expert_bias"))}
+
+
+def with_biases(family: str, folder):
+    """A model in bf16, and the fp32 biases by which it chooses experts: near each other, as those of trained models."""
+    model = model_of(family).to(torch.bfloat16)
+    biases = {name: 7 + 0.01 * torch.randn(len(bias)) for name, bias in choosing(dict(model.named_buffers())).items()}
+    for name, bias in biases.items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, bias)
+    model.save_pretrained(folder)
+    return biases
+
+
+def biases_in(folder) -> dict:
+    return choosing({name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()})
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "lfm2_moe"])
+def test_what_experts_are_chosen_by_is_not_rounded(family, tmp_path):
+    biases = with_biases(family, tmp_path / "dense")
+    method = rankfold.make_method("modegpt", sparsity=0.08, rank_multiple=2, allocation="uniform", target="stock")
+    auto, options = t.AutoModelForCausalLM, {"method": method, "calibration": text()}
+    small = rankfold.compress(tmp_path / "dense", output=tmp_path / "small", device="cpu", **options).output
+    rankfold.export(small, tmp_path / "stock")
+    assert_equal(biases_in(small), biases)
+    assert_equal(biases_in(tmp_path / "stock"), biases)
+    for held, dtype in ((torch.float32, "bfloat16"), (torch.bfloat16, "auto")):
+        source = rankfold.open_model(auto.from_pretrained(tmp_path / "dense", dtype=held), device="cpu", dtype=dtype)
+        assert_equal(choosing(rankfold.compress(source, **options).model.state_dict()), biases)

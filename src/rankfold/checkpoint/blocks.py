@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .._utils.files import read_json, write_json, write_tensors
 from ..errors import CheckpointError
 from ..methods import BlockResult
+from ..models.weights import as_written
 from ..modules import tied_weights
 from .load import empty_model
 from .shards import Shards
@@ -45,7 +46,7 @@ class BlockFiles:
         Args:
             index: in the dense model.  place, prefix: number and path in the result.
         """
-        state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
+        state = {f"{prefix}.{name}": as_written(name, tensor, dtype) for name, tensor in module.state_dict().items()}
         beside = {name: state.pop(f"{prefix}.{name}") for name in tied_weights(module)}
         self.shards.write(place, state)
         beside |= {"basis": result.basis} if result.basis is not None else {}
@@ -86,8 +87,7 @@ class BlockFiles:
 
     def write_rest(self, source) -> None:
         """Write the tensors outside the blocks, and the index of all."""
-        outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
-        self.shards.write(self.shards.blocks, outer)
+        self.shards.write(self.shards.blocks, source.outer_state())
         self.shards.write_index()
 
     def check(self, config, source) -> PreTrainedModel:
@@ -99,11 +99,6 @@ class BlockFiles:
         model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
         self.shards.check(model)
         return model
-
-
-def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor as it is written: floats in the model's dtype, indices as they are."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _inside(result: BlockResult) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ..models.devices import resolve_device, resolve_dtype, say_if_slow
 from ..models.given import ModelFiles, resolve_model
 from ..models.tables import check_tables
 from ..models.tokenizer import TokenizerFiles
-from ..models.weights import Weights, check_finite
+from ..models.weights import Weights, as_written, check_finite
 from ..models.whole import (
     REPORTED,
     check_head,
@@ -164,7 +164,7 @@ def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     """Return a compressed model in memory: the source's outer tensors around the given block tensors."""
     model = empty_model(config, source.model.config._attn_implementation)
     outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
-    state = outer | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
+    state = outer | {name: as_written(name, tensor.cpu(), source.dtype) for name, tensor in blocks.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights(recompute_mapping=False)  # bases that blocks share too, which are in no mapping of the family
     if hasattr(source.model, "generation_config"):  # encoders have none

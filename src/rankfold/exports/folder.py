@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from .._utils.progress import track
-from ..checkpoint.blocks import as_written
 from ..checkpoint.shards import Shards, write_around
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
@@ -30,8 +29,7 @@ def write_folder(source: DenseModel, form: Form, folder: Path, probe: Probe) -> 
         state = padded_state(view, stock, source.dtype, form.places)
         shards.write(index, {f"{view.path}.{name}": tensor for name, tensor in state.items()})
         probe.follow(view)
-    outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
-    shards.write(len(source), outer)
+    shards.write(len(source), source.outer_state())
     shards.write_index()
     again = form.empty(torch.float32)
     shards.check(again)

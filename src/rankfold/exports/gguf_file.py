@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from .._utils.present import present
 from .._utils.progress import track
 from ..architectures import AttentionView
-from ..checkpoint.blocks import as_written
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
@@ -103,7 +102,7 @@ def _frequency_factors(empty: PreTrainedModel, form: Form) -> np.ndarray | None:
 def _tensors(source: DenseModel, form: Form, empty: PreTrainedModel, probe: Probe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name in transformers; the probe follows."""
     for name, tensor in source.outer_state().items():
-        yield name, as_written(tensor, source.dtype)
+        yield name, tensor
     for index in track(range(len(source)), "exporting"):
         view = source.block(index)
         for name, tensor in padded_state(view, form.view(empty, index), source.dtype, form.places).items():

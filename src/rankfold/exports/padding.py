@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
-from ..checkpoint.blocks import as_written
 from ..errors import UnsupportedModelError, option
 from ..linalg.padding import pad_units, scatter_heads
+from ..models.weights import as_written
 from .reading import Heads, read_heads, read_rising
 
 
@@ -41,7 +41,7 @@ def padded_state(
     for name, tensor in stock.module.state_dict().items():
         if name not in state:
             state[name] = _as_it_is(view, attention, name, tensor)
-    return {name: as_written(tensor, dtype) for name, tensor in state.items()}
+    return {name: as_written(name, tensor, dtype) for name, tensor in state.items()}
 
 
 def _padded_attention(view: BlockView, stock: AttentionView, moved: Tensor | None) -> dict[str, Dense]:

@@ -22,7 +22,7 @@ from ..calibration.offload import Offload
 from .devices import autocast_dtype, is_on
 from .fingerprint import fingerprint
 from .processors import Processors
-from .weights import TensorReader, check_finite
+from .weights import TensorReader, as_written, check_finite
 from .whole import read_gguf, read_whole
 
 
@@ -147,7 +147,8 @@ class DenseModel:
         if self.weights:
             self.weights.fill(module, self._prefix(index), self.dtype, self.compute_dtype)
         elif self.dtype != self.compute_dtype:
-            module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
+            for parameter in module.parameters():  # rounded as it will be stored
+                parameter.data = parameter.data.to(self.dtype).to(self.compute_dtype)
         return module
 
     def moved(self, index: int, module: nn.Module) -> BlockView:
@@ -211,7 +212,7 @@ class DenseModel:
         """Return the tensors outside the blocks, as they are stored; a tied head is left out."""
         prefix = self.architecture.blocks + "."
         return {
-            name: tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
+            name: as_written(name, tensor.detach().cpu(), self.dtype)
             for name, tensor in self._untied_state().items()
             if not name.startswith(prefix)
         }

@@ -21,7 +21,17 @@ from .conversion import Place, Placed, converted
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of floats
+# Biases that experts are chosen by. Checkpoints and transformers keep them in fp32: rounded to bf16 they choose others.
+CHOOSING = re.compile(r"\b(e_score_correction_bias|expert_bias)$")
 IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
+
+
+def as_written(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it is written: floats in the model's dtype, what experts are chosen by in fp32, indices as
+    they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float32 if CHOOSING.search(name) else dtype)
 
 
 class TensorReader:
@@ -38,7 +48,7 @@ class TensorReader:
         """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result,
         and held as ``dtype``."""
         return {
-            name: tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
+            name: as_written(name, as_written(name, tensor, storage_dtype), dtype)
             for name, tensor in self._tensors(names)
         }
 

@@ -26,7 +26,6 @@ from ..architectures import BlockView
 from ..calibration.likelihood import token_losses
 from ..calibration.observers import DenseBatch
 from ..calibration.runner import Stream, advance, advance_dense, block_output, middle_output, start
-from ..checkpoint.blocks import as_written
 from ..checkpoint.load import described
 from ..checkpoint.shards import Shards, write_around
 from ..data.calibration_data import CalibrationData
@@ -35,6 +34,7 @@ from ..errors import OptionError, UnsupportedModelError, option
 from ..methods import BLOCK
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
+from ..models.weights import as_written
 from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses
 from .options import Options
@@ -252,7 +252,7 @@ class Blockwise:
         shards = Shards(folder, len(self.student))
         for place in range(len(self.student)):
             shards.write(place, load_file(self.shards.path(place)))
-        outer = {name: as_written(tensor, self.written) for name, tensor in self.student.outer_state().items()}
+        outer = {name: as_written(name, tensor, self.written) for name, tensor in self.student.outer_state().items()}
         shards.write(len(self.student), outer)
         shards.write_index()
         config: Any = self.model.config
@@ -286,7 +286,7 @@ class Blockwise:
         found = self._train(view, targets, unseen)
         state = view.module.state_dict()
         self.shards.write(
-            view.index, {prefix + name: as_written(tensor, self.written) for name, tensor in state.items()}
+            view.index, {prefix + name: as_written(name, tensor, self.written) for name, tensor in state.items()}
         )
         write_json(report, found)
         self.clock.save()
