@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rankfold
-from families import GQA, HEADS_OF_MAMBA, HEADS_OF_STATES, IDS, SHAPE, cached_numbers, some_ids
+from families import GQA, HEADS_OF_MAMBA, HEADS_OF_STATES, IDS, SHAPE, cached_numbers, some_ids, tiny_model
 from rankfold import CalibrationData, MoDeGPT, Rankfold
 from rankfold.compression.replace import replace
 from rankfold.errors import OptionError, UnsupportedModelError
@@ -567,3 +567,22 @@ def test_what_experts_are_chosen_by_is_not_rounded(family, tmp_path):
     for held, dtype in ((torch.float32, "bfloat16"), (torch.bfloat16, "auto")):
         source = rankfold.open_model(auto.from_pretrained(tmp_path / "dense", dtype=held), device="cpu", dtype=dtype)
         assert_equal(choosing(rankfold.compress(source, **options).model.state_dict()), biases)
+
+
+@pytest.mark.parametrize(
+    "family, method", [("glm4_moe", "modegpt"), ("lfm2_moe", "reap"), ("dots1", "shortgpt"), ("apertus", "shortgpt")]
+)
+def test_buffers_are_among_the_bytes_of_the_plan(family, method, tmp_path):
+    model = tiny_model(family) if family == "apertus" else model_of(family)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu")
+    most = int(1.5 * sum(p.numel() for p in model.parameters()))
+    found = rankfold.compress(source, 0.15, method=method, calibration=text(8), output=tmp_path / "small")
+    dense, small = (
+        sum(x.nbytes for file in place.glob("*.safetensors") for x in load_file(file).values())
+        for place in (tmp_path / "dense", found.output)
+    )
+    chosen_by = sum(x.nbytes for x in choosing(model.state_dict()).values())  # of two bytes here, written in four
+    assert (found.plan.bytes, found.plan.bytes_after) == (dense + chosen_by, small)
+    if method == "reap":
+        assert rankfold.plan(source, method="modegpt", target_size=most).bytes_after <= most

@@ -26,6 +26,7 @@ from ..data.calibration_data import CalibrationData
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
 from ..models.dense_model import DenseModel
+from ..models.weights import buffer_bytes
 from ..report.identity import comparison_identity, dtype_name
 from ..report.record import environment, read_record, versions
 from .folder import DENSE, Folder
@@ -182,11 +183,11 @@ class CellRunner:
 
     def dense_row(self) -> dict:
         model = self.dense()
-        parameters = unique_parameters(model)
+        parameters, dtype = unique_parameters(model), self.source.dtype
         counts = {
             "sparsity": 0.0,
             "parameters": parameters,
-            "bytes": parameters * torch.empty((), dtype=self.source.dtype).element_size(),
+            "bytes": parameters * torch.empty((), dtype=dtype).element_size() + buffer_bytes(model, dtype),
             "kv_bytes_per_token": cache_bytes(model),
         }
         row = _row("dense", 0.0, None, None) | {"counts": counts}

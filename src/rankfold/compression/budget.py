@@ -22,6 +22,7 @@ from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError, option
 from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
+from ..models.weights import buffer_bytes
 from .latency import LatencyTable, likeness, measure_latency, read_latency_table, write_latency_table
 
 Size = Callable[[BlockView, PrunableModule, int], int]  # of a module at a rank, in what the budget counts
@@ -96,13 +97,14 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
         raise OptionError(
             f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
         )
-    dense = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
+    weights = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
+    dense = weights + buffer_bytes(source.model, source.dtype)
     if size >= dense:
         raise OptionError(
             f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of "
             f"{source.name} take {size_text(dense)}; give a smaller size, or another dtype"
         )
-    method = replace(method, sparsity=(dense - size) / dense, scope="model", budget=Bytes())
+    method = replace(method, sparsity=(dense - size) / weights, scope="model", budget=Bytes())
     options = rank_options(source, method)
     try:
         check_reachable(options.priced, method, options.counted)

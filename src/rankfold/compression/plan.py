@@ -31,6 +31,7 @@ from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, EXPERT_COUNT, Method, PrunableModule
 from ..models.dense_model import DenseModel
+from ..models.weights import buffer_bytes
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
 
@@ -150,6 +151,8 @@ def build_plan(
     floats_after = parameters + sum(method.float_change(*block) for block in blocks)
     caching = blocks if source.architecture.decoder else []
     item = torch.empty((), dtype=source.dtype).element_size()
+    buffers = buffer_bytes(source.model, source.dtype)
+    gone = sum(buffer_bytes(view.module, source.dtype) for view, mine in blocks if mine.get(BLOCK) == 0)
     experts = _experts(blocks, reports)
     idle, idle_after = _idle(method, [(view, {}) for view, _ in blocks]), _idle(method, blocks)
     return Plan(
@@ -160,8 +163,8 @@ def build_plan(
         removed_weights=removed,
         parameters=parameters,
         parameters_after=parameters_after,
-        bytes=parameters * item,
-        bytes_after=floats_after * item + sum(added for _, added in changes),
+        bytes=parameters * item + buffers,
+        bytes_after=floats_after * item + sum(added for _, added in changes) + buffers - gone,
         kv_bytes_per_token=sum(view.attention.cached for view, _ in caching) * item,
         kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration, source.offload),

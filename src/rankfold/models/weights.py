@@ -34,6 +34,12 @@ def as_written(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return tensor.to(torch.float32 if CHOOSING.search(name) else dtype)
 
 
+def buffer_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Count the bytes of what is written of a module and is no parameter, such as biases that experts are chosen by."""
+    state = module.state_dict(keep_vars=True)
+    return sum(as_written(n, x, dtype).nbytes for n, x in state.items() if not isinstance(x, nn.Parameter))
+
+
 class TensorReader:
     """Reads tensors by parameter name into host memory.
 

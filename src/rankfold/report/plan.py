@@ -37,7 +37,7 @@ class Plan:
     removed_weights: int
     parameters: int  # of the whole model, before; tied matrices once
     parameters_after: int
-    bytes: int  # of all parameters in the dtype written
+    bytes: int  # of all parameters in the dtype written, and of buffers
     bytes_after: int
     kv_bytes_per_token: int
     kv_bytes_per_token_after: int

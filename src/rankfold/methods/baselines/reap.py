@@ -78,8 +78,11 @@ class REAP(Method):
         if view.experts is None or EXPERT_COUNT not in ranks:
             return 0, 0
         parameters = {name for name, _ in view.experts_owner.named_parameters()}
-        whole = sum(tensor.numel() for name, (tensor, _) in _of_experts(view).items() if name in parameters)
-        return (ranks[EXPERT_COUNT] - view.experts.count) * (whole // view.experts.count), 0
+        sizes = {name: tensor.numel() // view.experts.count for name, (tensor, _) in _of_experts(view).items()}
+        whole = sum(size for name, size in sizes.items() if name in parameters)
+        chosen_by = sum(sizes.values()) - whole  # written in fp32
+        lost = view.experts.count - ranks[EXPERT_COUNT]
+        return -lost * whole, -4 * lost * chosen_by
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         """Count the experts' outputs, of tokens as if there were as many as 128 samples of 2,048."""
