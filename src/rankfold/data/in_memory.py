@@ -138,7 +138,7 @@ def _are_ids(item) -> bool:
     if isinstance(item, Mapping):
         return IDS in item
     if isinstance(item, list | tuple) and item:
-        return isinstance(item[0], Tensor)  # of a TensorDataset
+        return isinstance(item[0], Tensor | int)  # of a TensorDataset; ids as a tokenizer returns them
     return isinstance(item, Tensor) or (hasattr(item, "__array__") and not isinstance(item, str))  # one of NumPy's
 
 

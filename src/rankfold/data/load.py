@@ -55,9 +55,9 @@ def load_calibration(
               refused.
             - a ``datasets.Dataset`` or ``IterableDataset``, or a list of rows; chats (``messages``) are written by the
               chat template.
-            - token ids: a tensor ``(N, T)``, a list of tensors ``(T,)``, or rows or batches with ``input_ids``, such as
-              those of a ``DataLoader``. Padding is left out by the ``attention_mask``. Rows of several lengths run one
-              by one.
+            - token ids: a tensor ``(N, T)``, a list of tensors ``(T,)`` or of lists of ids, or rows or batches with
+              ``input_ids``, such as those of a ``DataLoader``. Padding is left out by the ``attention_mask``. Rows of
+              several lengths run one by one.
             - for a part that takes images: a folder, a ``.parquet`` file, a ``.jsonl`` file with paths,
               ``hub:OWNER/NAME``, rows with an image, Pillow images, or pixels ``(N, C, H, W)``.
             - for a model of images and text: a ``.jsonl`` file, ``hub:OWNER/NAME`` or rows with ``text`` or
