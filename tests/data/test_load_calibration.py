@@ -5,6 +5,7 @@ import itertools
 import datasets
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -378,9 +379,14 @@ def test_moments_of_an_earlier_version_are_read_and_continued(model, tmp_path):
 def test_rows_and_strings_of_other_libraries_are_texts(model):
     texts = [f"a class of {n} values and a list of them, number {n}. " * 20 for n in range(30)]
     expected = load(texts, model)
+    more = pandas.DataFrame({"text": ["left out", *texts]})
     for data in (
         pandas.DataFrame({"text": texts}),
         pandas.Series(texts),
+        more[more.text != "left out"],
+        more.text[1:],  # without a row 0
+        pyarrow.table({"text": texts}),
+        pyarrow.chunked_array([texts]),
         np.array(texts),
         np.array(texts, dtype=object),
     ):

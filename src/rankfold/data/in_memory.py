@@ -100,8 +100,7 @@ def _given(data, seed: int) -> Given:
     if datasets and isinstance(data, datasets.IterableDataset):
         rows = data.shuffle(seed=seed % 2**63, buffer_size=BUFFER)
         return _stream(name, rows, f"stream, buffer of {BUFFER} rows")
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # of pandas
-        data = data.to_dict("records")
+    data = _of_tables(data)
     if isinstance(data, Mapping):
         data = [data]
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | bytes):
@@ -112,6 +111,16 @@ def _given(data, seed: int) -> Given:
     if not isinstance(data, Iterable) or isinstance(data, type | str | bytes | set | frozenset):
         raise OptionError(f"calibration data is {KINDS}; got {name}")
     return _stream(name, data, "first rows")
+
+
+def _of_tables(data):
+    """Return the rows of a table of pandas, polars or pyarrow, or the values of a column, as a list."""
+    if hasattr(data, "iloc"):  # read by labels, not by places
+        return data.to_dict("records") if hasattr(data, "columns") else data.tolist()
+    for read in ("to_dicts", "to_pylist"):
+        if hasattr(data, read):
+            return getattr(data, read)()
+    return data
 
 
 def _stream(name: str, rows: Iterable, draw: str) -> Given:
