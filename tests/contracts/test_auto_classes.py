@@ -95,3 +95,20 @@ def test_the_description_in_memory_builds_it_too(tmp_path):
     config = rankfold.load(compressed("llama", tmp_path / "small"), device="cpu").config
     assert isinstance(config.quantization_config, RankfoldConfig)
     assert any(isinstance(m, CompressedAttention) for m in transformers.LlamaForCausalLM._from_config(config).modules())
+
+
+@pytest.mark.parametrize("auto", [transformers.AutoModel, transformers.AutoModelForCausalLM])
+def test_the_first_blocks_alone(auto, tmp_path):
+    """As of a dense folder; our own loader takes no part of a model."""
+    small = compressed("llama", tmp_path / "small")
+    whole, first = auto.from_pretrained(small).eval(), auto.from_pretrained(small, num_hidden_layers=2).eval()
+    with torch.no_grad():
+        expected = whole(some_ids(), output_hidden_states=True).hidden_states[2]
+        found = first(some_ids(), output_hidden_states=True).hidden_states[-1]  # which the last norm has been through
+    assert torch.equal(found, whole.base_model.norm(expected))
+    first.save_pretrained(tmp_path / "first")
+    assert shapes(auto.from_pretrained(tmp_path / "first")) == shapes(first)
+    config = small / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
+    with pytest.raises(rankfold.RankfoldError, match="model.layers.2"):
+        rankfold.load(small, device="cpu")

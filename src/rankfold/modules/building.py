@@ -61,10 +61,14 @@ def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
 def install(model: Any, modules: dict[str, dict]) -> None:
     """Swap the named submodules of ``model`` (a ``PreTrainedModel``) for the ones described, in place.
 
+    A model may have fewer blocks, as of ``from_pretrained(folder, num_hidden_layers=2)``: the first ones.
+
     Raises:
         ValueError: a path that is not in the model, or a description :func:`build` refuses.
     """
     for path, spec in sorted(modules.items()):  # a block before what is in it
+        if any(_is_beyond(model, place) for place in _places(model, path)):
+            continue
         place = _place(model, path)
         parent, _, name = place.rpartition(".")
         owner = model.get_submodule(parent)
@@ -128,8 +132,7 @@ def _place(model: nn.Module, path: str) -> str:
     Paths are those of the class that was compressed, with a head or without one, and a model without one has no
     prefix in them.
     """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    for place in (path, path.removeprefix(prefix), prefix + path):
+    for place in _places(model, path):
         parent, _, name = place.rpartition(".")
         try:
             owner = model.get_submodule(parent)
@@ -138,3 +141,18 @@ def _place(model: nn.Module, path: str) -> str:
         if hasattr(owner, name):
             return place
     raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have")
+
+
+def _places(model: Any, path: str) -> tuple[str, str, str]:
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return path, path.removeprefix(prefix), prefix + path
+
+
+def _is_beyond(model: nn.Module, path: str) -> bool:
+    """Whether a path leads through a list of blocks that is too short for it."""
+    module: Any = model
+    for name in path.split("."):
+        if isinstance(module, nn.ModuleList) and name.isdigit() and int(name) >= len(module):
+            return True
+        module = getattr(module, name, None)
+    return False
