@@ -143,7 +143,7 @@ def counts(text: str) -> Iterator[Finding]:
         yield Finding("model families", found[1], str(len(listed)))
     if "over twenty to compare with" in text:
         page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-        methods = len(re.findall(r"^## [a-z]", page, re.M)) - 3
+        methods = len(re.findall(r"^### [a-z]", page, re.M)) - 3
         yield Finding("methods to compare with", "over twenty", "over twenty" if 20 < methods < 30 else str(methods))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {"Python": project["requires-python"], **dict(map(requirement, project["dependencies"]))}

@@ -1,9 +1,8 @@
-"""Write docs/models.md, docs/methods.md and docs/commands.md out of the code and the records.
+"""Write docs/models.md, docs/methods.md and docs/commands.md out of scripts/pages, the code and the records.
 
 python scripts/pages.py
 """
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -12,67 +11,30 @@ import typer
 from typer.cli import get_docs_for_click
 
 from rankfold.cli.app import app
-from rankfold.cli.methods import ROLE, options_of
+from rankfold.cli.methods import options_of
 from rankfold.cli.models import rows_of_models
-from rankfold.methods import METHODS, method_class
+from rankfold.methods import METHODS
 from rankfold.methods.registry import Entry
 
 ROOT = Path(__file__).parents[1]
+TEXTS = ROOT / "scripts" / "pages"  # what is written by hand; words in capitals on a line of their own are filled in
 GRID = ROOT / "benchmarks" / "results" / "grid_smollm2.json"
-MADE = "This page is made by `python scripts/pages.py`."
-
-MODELS = f"""# Models
-
-A model has one component or several; `--component` chooses one. The family of a component is the `model_type` of its
-config. LLaVA, LLaVA-NeXT, Idefics 3 and SmolVLM take a language model of any family; the one that transformers makes by
-default is shown.
-
-- **mlp**: hidden units are removed, of every expert where there are experts.
-- **qk**: rotary *pairs* of queries and keys are removed; *svd*: nothing rotates, so directions are; *dense*: \
-they stay. With a
-  norm over queries and keys, pairs are removed only *where named* (`--modules mlp,qk,vo`).
-- **vo**: values and outputs are compressed jointly.
-- Blocks without attention, with the linear attention of Qwen3-Next and Qwen3.5, the convolution of LFM2 or Mamba of
-  Granite 4, Bamba and Jamba, lose hidden units only. So do those that have attention and Mamba beside each other
-  (Falcon-H1).
-
-The spec of any other family is derived from a block and checked numerically against the model before it is used;
-otherwise one line says why not. `rankfold models MODEL` shows one model. To add a family, write [a page of
-data](add-an-architecture.md). {MADE}
-
-"""
-# What a reader should know of a method before its options.
-USE = {
-    "rankfold": "Take it first: it loses least on SmolLM2, Qwen2.5-Coder, Gemma 3 and opt-6m. On the very small "
-    "stories260K `modegpt` is better. "
-    "[How it works](method.md).",
-    "modegpt": "Take it where one calibration serves many compressions, or where its form in the paper is wanted "
-    "([differences](papers.md#modegpt-arxiv240809632)). [How it works](concepts.md#what-is-compressed).",
-    "latentllm": "Take it for a narrow cache of models without rotary embedding, or for factors of 4 or 8 bits. "
-    "[How it works](latentllm.md).",
-}
+MADE = "\n<!-- Made by `python scripts/pages.py`: edit scripts/pages and the code, not this file. -->\n"
+USED = ("rankfold", "modegpt", "latentllm")  # the others are for comparison
 BASES = ("latentllm", "modegpt")  # whose options others have, with other defaults
-METHODS_HEAD = f"""# Methods
 
-Three methods are for use: `rankfold` (the default), `modegpt` and `latentllm`. The others are for
-[comparison](baselines.md). Options that a method shares with all others are listed [once](#options-of-every-method);
-those in the tables of the methods are given by `--set`, such as `--set ridge=0.01`. In Python, `--rank-multiple 16
---set ridge=0.01` is `rankfold.compress(..., rank_multiple=16, ridge=0.01)`. Perplexities are those of SmolLM2-135M on
-excerpts of WikiText-2 and C4 after calibration on WikiText-2; the dense model has DENSE ([all
-rows](results/grid.md)). {MADE}
-"""
-COMMANDS = f"""# Commands
 
-`MODEL` is a hub id (`owner/name`, or `owner/name@revision`), a folder or a `.gguf` file. All commands take `--json`.
-An error is one line on stderr. The exit code is 2 after an error, 1 where `compare` could not measure a model, 3 where
-`recover` (or `compress --recover`) gained nothing, and 130 after Ctrl-C; a traceback is a bug. {MADE}
-
-"""
+def filled(name: str, **parts: str) -> str:
+    """Return a page: what is written by hand, with its parts out of the code and the records."""
+    text = (TEXTS / f"{name}.md").read_text(encoding="utf-8")
+    for word, part in parts.items():
+        text = text.replace(word, part)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n" + MADE
 
 
 def models() -> str:
     """Return the page of models."""
-    return MODELS + table(rows_of_models())
+    return filled("models", TABLE=table(rows_of_models()))
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -82,45 +44,43 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def methods() -> str:
-    """Return the page of methods: what each is, its options, its perplexity where a record has one."""
-    measured = {row["name"]: row["perplexity"] for row in json.loads(GRID.read_text(encoding="utf-8"))["rows"]}
+    """Return the page of methods: a table of all with their perplexities, and the options of each."""
+    measured = {row["name"]: list(row["perplexity"].values()) for row in json.loads(GRID.read_text("utf-8"))["rows"]}
     shared = {row["option"] for row in options_of("svd")} & {row["option"] for row in options_of("rankfold")}
     shared = {option for option in shared if not option.startswith("--set")}
     every = [row for row in options_of("rankfold") if row["option"] in shared]
-    head = METHODS_HEAD.replace("DENSE", numbers(measured["dense"]))
-    sections = [section(name, entry, shared, measured) for name, entry in METHODS.items()]
-    return "\n".join([head, *sections, "## Options of every method\n", code_cells(every)])
+    options = {f"OPTIONS {name}\n": own_options(name, shared) for name in METHODS}
+    dense = " and ".join(map(number, measured["dense"]))
+    parts = {"DENSE": dense, "TABLE": choice(measured), **options, "OPTIONS all\n": code_cells(every)}
+    return filled("methods", **parts)
 
 
-def section(name: str, entry: Entry, shared: set[str], measured: dict[str, dict[str, float]]) -> str:
-    """Return what is written about one method."""
-    about = inspect.cleandoc(method_class(name).__doc__ or "").partition("\n\n")[0]
-    paper = f" [arXiv:{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""
-    lines = [f"## {name}", "", f"{entry.summary}.{paper}", ""]
-    if not about.startswith("Options"):  # which are in the table
-        lines += [ROLE.sub(r"`\1`", " ".join(about.split())).replace("``", "`"), ""]
-    found = {sparsity: measured.get(f"{name} {sparsity}") for sparsity in ("0.3", "0.5")}
-    if any(found.values()):
-        said = "; ".join(f"{numbers(value)} at sparsity {sparsity}" for sparsity, value in found.items() if value)
-        lines += [f"Perplexity: {said}.", ""]
-    if name in USE:
-        lines += [USE[name], ""]
-    return "\n".join([*lines, *own_options(name, shared)])
+def choice(measured: dict[str, list[float]]) -> str:
+    """Return the table of all methods: those for use first, then the others by their perplexity."""
+    found = {name: [measured.get(f"{name} {at}", []) for at in ("0.3", "0.5")] for name in METHODS}
+    best = sorted(METHODS, key=lambda name: (name not in USED, *((not values, values) for values in found[name])))
+    rows = [row(name, METHODS[name], found[name]) for name in best]
+    heads = ("method", "what it does", "WikiText-2, 0.3", "C4, 0.3", "WikiText-2, 0.5", "C4, 0.5")
+    return table([dict(zip(heads, cells, strict=True)) for cells in rows])
 
 
-def own_options(name: str, shared: set[str]) -> list[str]:
+def row(name: str, entry: Entry, found: list[list[float]]) -> list[str]:
+    """Return the cells of one method."""
+    cells = [number(value) for values in found for value in values or (None, None)]
+    return [f"[`{name}`](#{name.replace('+', '')})", entry.summary, *cells]
+
+
+def own_options(name: str, shared: set[str]) -> str:
     """Return what is written about the options of a method: a table, or how they differ from those of another."""
-    own, written = defaults(name, shared), []
-    base = next((base for base in BASES if name not in (*USE, base) and {*defaults(base, shared)} <= {*own}), None)
+    own, written = defaults(name, shared), ""
+    base = next((base for base in BASES if name not in BASES and {*defaults(base, shared)} <= {*own}), None)
     if base:
         before = defaults(base, shared)
         changed = [f"`{key}={row['default']}`" for key, row in own.items() if key in before and row != before[key]]
-        written = [
-            f"Options of [`{base}`](#{base})" + (f", by default {', '.join(changed)}" if changed else "") + ".",
-            "",
-        ]
+        written = f"Options of [`{base}`](#{base})" + (f", by default {', '.join(changed)}" if changed else "")
         own = {key: row for key, row in own.items() if key not in before}
-    return [*written, code_cells([*own.values()])] if own else written
+        written += ", and:\n\n" if own else ".\n"
+    return written + (code_cells([*own.values()]) if own else "")
 
 
 def defaults(name: str, shared: set[str]) -> dict[str, dict[str, str]]:
@@ -133,9 +93,11 @@ def defaults(name: str, shared: set[str]) -> dict[str, dict[str, str]]:
     return {option: row | {"option": option} for option, row in rows}
 
 
-def numbers(perplexity: dict[str, float]) -> str:
-    """Return the perplexities on WikiText-2 and C4."""
-    return " and ".join(f"{value:,.1f}" if value < 1e4 else f"{value:.1e}" for value in perplexity.values())
+def number(perplexity: float | None) -> str:
+    """Return a perplexity as it is written in the table."""
+    if perplexity is None:
+        return "–"
+    return f"{perplexity:.1e}" if perplexity > 1e5 else f"{perplexity:,.{2 if perplexity < 1e3 else 0}f}"
 
 
 def code_cells(rows: list[dict[str, str]]) -> str:
@@ -150,8 +112,7 @@ def commands() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="rankfold")
     text = re.sub(r"(?:^rankfold .*\n)+", lambda found: f"```bash\n{found[0]}```\n", text, flags=re.M)  # examples
-    text = re.sub(r"\n{3,}", "\n\n", text[text.index("## ") :].replace("\b", ""))
-    return COMMANDS + text.rstrip() + "\n"
+    return filled("commands", COMMANDS=text[text.index("## ") :].replace("\b", ""))
 
 
 PAGES = {"models": models, "methods": methods, "commands": commands}

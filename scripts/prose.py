@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MADE = {"commands.md", "methods.md", "models.md"}  # out of help texts and docstrings, which are read where they stand
+MADE = {"commands.md", "methods.md", "models.md"}  # out of scripts/pages, help texts and docstrings, read there
 THINGS = (
     "model|run|plan|config|record|matrix|matrices|method|text|command|test|spec|code|page|module|file|it|that|which"
 )
@@ -65,9 +65,10 @@ def findings(text: Text) -> Iterator[tuple[str, str, str]]:
 
 def documents() -> Iterator[Text]:
     """Yield the README and the pages of the documentation without their code, tables and headings."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    docs, texts = ROOT / "docs", ROOT / "scripts" / "pages"
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(docs.glob("*.md")), *sorted(texts.glob("*.md"))]
     for page in pages:
-        if page.name in MADE:
+        if page.parent == docs and page.name in MADE:
             continue
         text = re.sub(
             r"```.*?```", lambda code: "\n" * code[0].count("\n"), page.read_text(encoding="utf-8"), flags=re.S

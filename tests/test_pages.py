@@ -22,6 +22,6 @@ def test_the_page_is_what_the_code_says(pages, name):
 
 def test_every_method_and_command_has_a_section(pages):
     methods, commands = pages["methods"](), pages["commands"]()
-    assert all(f"\n## {name}\n" in methods for name in METHODS)
+    assert all(f"\n### {name}\n" in methods for name in METHODS)
     assert commands.count("\n## `rankfold ") == 13
     assert "```bash\nrankfold compress" in commands

@@ -32,7 +32,7 @@ NAMES = (
         "gpu",
         "many-gpus",
     ),
-    *("latentllm", "checkpoint", "metrics", "add-an-architecture", "add-a-method"),
+    *("methods", "latentllm", "checkpoint", "metrics", "add-an-architecture", "add-a-method"),
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 SMALL = "--num-samples 8 --max-length 32"

@@ -26,14 +26,14 @@ METHODS = {
         "Smaller MLPs and heads, fitted to dense outputs; ranks by measured loss",
     ),
     "modegpt": Entry("modegpt.method", "MoDeGPT", "Fewer MLP units, rotary pairs and value dimensions", "2408.09632"),
-    "latentllm": Entry("latentllm.method", "LatentLLM", "Every linear layer through a latent, jointly", "2505.18413"),
-    "rootcov": Entry(
-        "baselines.svd_family", "RootCov", "Local low rank by root covariance, with block identity", "2505.18413"
+    "latentllm": Entry(
+        "latentllm.method", "LatentLLM", "Low rank in every linear layer, jointly in attention", "2505.18413"
     ),
+    "rootcov": Entry("baselines.svd_family", "RootCov", "SVD-LLM with an identity block in its factors", "2505.18413"),
     "svd": Entry("baselines.svd_family", "SVD", "Truncated SVD of the weights"),
     "svd-llm": Entry("baselines.svd_family", "SVDLLM", "SVD after whitening the inputs", "2403.07378"),
     "aa-svd": Entry(
-        "baselines.anchored", "AASVD", "SVD-LLM on the inputs as they are now, for the dense outputs", "2604.02119"
+        "baselines.anchored", "AASVD", "SVD-LLM on the compressed inputs, for the dense outputs", "2604.02119"
     ),
     "basis-sharing": Entry(
         "baselines.basis_sharing", "BasisSharing", "SVD-LLM, one basis for neighbouring blocks", "2410.03765"
