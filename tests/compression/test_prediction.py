@@ -306,7 +306,7 @@ def test_a_quantised_config_stands_for_its_model_where_its_weights_can_be_de_qua
 
 
 def test_the_page_of_large_models_runs(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "large-models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
     SEVEN.save_pretrained(tmp_path / "only-a-config")
     monkeypatch.chdir(tmp_path)
     for line in re.findall(r"^rankfold plan .*$", page, re.M):
