@@ -29,6 +29,7 @@ NAMES = (
         "serve",
         "evaluate",
         "compare",
+        "quantise",
         "gpu",
         "many-gpus",
     ),

@@ -44,7 +44,7 @@ def command(
     speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
     baseline: Annotated[
         str | None,
-        o.of_measurements(help="Another model, mostly the dense one, to compare text and speed with."),
+        o.of_measurements(help="Another model, mostly the dense one, to compare written text and speed with."),
         MayBePath(),
         Needs(("speed", "generation")),
     ] = None,
