@@ -148,7 +148,7 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
     shutil.rmtree(output)
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]
-    item = torch.empty((), dtype=source.compute_dtype).element_size()
+    item = source.compute_dtype.itemsize
     view = source.block(0)
     stream = start(source, ids[:1], autocast=source.autocast)
     dense: list[DenseBatch] = []

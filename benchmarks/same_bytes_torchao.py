@@ -97,7 +97,7 @@ def packs(layer: nn.Linear) -> bool:
 def bytes_of(model: nn.Module) -> int:
     """Return the bytes of all tensors of a model, tied ones once."""
     parts = [part for tensor in itertools.chain(model.parameters(), model.buffers()) for part in parts_of(tensor)]
-    return sum({part.data_ptr(): part.numel() * part.element_size() for part in parts}.values())
+    return sum({part.data_ptr(): part.nbytes for part in parts}.values())
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

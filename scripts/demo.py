@@ -176,7 +176,7 @@ def sizes(model) -> dict:
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
+        "bytes": sum(t.nbytes for t in tensors),
         "kv_bytes_per_token": sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens,
     }
 

@@ -120,7 +120,4 @@ def random_block(bench: Bench, shape: str, *, batch: int, length: int) -> tuple[
 
 def bytes_of(model: nn.Module) -> int:
     """Return the bytes of all parameters that a token reads: not the rows of the embedding, which it looks up."""
-    embedding = model.get_input_embeddings()
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - (
-        embedding.weight.numel() * embedding.weight.element_size()
-    )
+    return sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes

@@ -18,4 +18,4 @@ def unique_parameters(model: nn.Module) -> int:
 
 def tensor_bytes(module: nn.Module) -> int:
     """Count the bytes of a module's parameters and persistent buffers."""
-    return sum(t.numel() * t.element_size() for t in module.state_dict().values())
+    return sum(t.nbytes for t in module.state_dict().values())

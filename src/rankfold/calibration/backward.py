@@ -39,7 +39,7 @@ def sweep_memory(source, tokens: int) -> int:
     view = source.meta_block(0)
     width = view.attention.output.weight.shape[0]
     hidden = view.mlp.hidden if view.mlp else 4 * width
-    item = torch.empty((), dtype=source.autocast or source.compute_dtype).element_size()
+    item = (source.autocast or source.compute_dtype).itemsize
     batch = min(tokens, batch_tokens(source))
     graph = 4 * batch * (12 * width + 7 * hidden)  # the input of the down projection for what watches its gradient
     logits = 4 * 4 * min(batch, POSITIONS) * source.config.vocab_size  # logits, their softmax and the gradients of both

@@ -187,7 +187,7 @@ class CellRunner:
         counts = {
             "sparsity": 0.0,
             "parameters": parameters,
-            "bytes": parameters * torch.empty((), dtype=dtype).element_size() + buffer_bytes(model, dtype),
+            "bytes": parameters * dtype.itemsize + buffer_bytes(model, dtype),
             "kv_bytes_per_token": cache_bytes(model),
         }
         row = _row("dense", 0.0, None, None) | {"counts": counts}

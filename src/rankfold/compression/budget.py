@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -97,7 +96,7 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
         raise OptionError(
             f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
         )
-    weights = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
+    weights = unique_parameters(source.model) * source.dtype.itemsize
     dense = weights + buffer_bytes(source.model, source.dtype)
     if size >= dense:
         raise OptionError(
@@ -125,7 +124,7 @@ def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, b
         raise UnsupportedModelError(
             f"{source.architecture.model_type} is an encoder and caches nothing; leave its batch out"
         )
-    item = torch.empty((), dtype=source.dtype).element_size()
+    item = source.dtype.itemsize
     tokens = batch * context
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:

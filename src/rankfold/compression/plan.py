@@ -4,8 +4,6 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from .._utils.present import present
 from ..allocation import (
     Greedy,
@@ -150,7 +148,7 @@ def build_plan(
     parameters_after = parameters + sum(change for change, _ in changes)
     floats_after = parameters + sum(method.float_change(*block) for block in blocks)
     caching = blocks if source.architecture.decoder else []
-    item = torch.empty((), dtype=source.dtype).element_size()
+    item = source.dtype.itemsize
     buffers = buffer_bytes(source.model, source.dtype)
     gone = sum(buffer_bytes(view.module, source.dtype) for view, mine in blocks if mine.get(BLOCK) == 0)
     experts = _experts(blocks, reports)
@@ -231,7 +229,7 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
 def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None) -> int:
     """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that
     measuring or decomposing a block or a backward pass takes."""
-    item = torch.empty((), dtype=source.compute_dtype).element_size()
+    item = source.compute_dtype.itemsize
     active = 2 if source.autocast else item
     blocks = [unique_parameters(block) for block in source.blocks]
     largest, around = max(blocks) * item, (unique_parameters(source.model) - sum(blocks)) * item

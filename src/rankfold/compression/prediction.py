@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
-import torch
-
 from ..allocation import Measured, Uniform
 from ..architectures import BlockView
 from ..calibration.offload import Offload
@@ -115,7 +113,7 @@ def rates_on(card: Card, count: int, source: Outline, method: Method, the_plan: 
     """Return the rates of a block in the middle, as :mod:`.duration` measures them; arguments as there."""
     index = len(source) // 2
     view = source.meta_block(index)
-    item = torch.empty((), dtype=source.dtype).element_size()
+    item = source.dtype.itemsize
     tensors = [*view.module.parameters(), *view.module.buffers()]
     head = sum(p.numel() for p in _head(source))
 

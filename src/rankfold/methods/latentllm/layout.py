@@ -133,7 +133,7 @@ def _sizes_of(spec: tuple[tuple[str, str | int], ...]) -> tuple[int, int]:
     with torch.device("meta"):
         tensors = build(dict(spec)).state_dict().values()
     floats = sum(t.numel() for t in tensors if t.is_floating_point())
-    return floats, sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
+    return floats, sum(t.nbytes for t in tensors if not t.is_floating_point())
 
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
