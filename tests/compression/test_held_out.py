@@ -40,7 +40,7 @@ def watched(monkeypatch):
 
     def spy(stage, view, *rest):
         result = decompose(stage, view, *rest)
-        whole = seen.setdefault(view.index, BlockResult({}, {}, {}, {}))
+        whole = seen.setdefault(view.index, BlockResult())
         whole.reports.update(result.reports)
         whole.errors.update(result.errors)
         return result

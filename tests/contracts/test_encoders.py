@@ -104,7 +104,7 @@ def test_blocks_run_one_by_one_as_the_model_runs_them(family):
 def test_replacing_attention_at_full_rank_changes_nothing(family):
     """The runtime alone must be exact, also where the output projection is not in the attention module."""
     source = opened_encoder(family)
-    view, result = source.block(1), BlockResult({}, {}, {})
+    view, result = source.block(1), BlockResult()
     attention, full = view.attention, view.attention.head_dim
     projections = dict(zip("qkvo", (*attention.qkv(), attention.output), strict=True))
     put_attention(result, attention, projections, full, full)

@@ -42,7 +42,7 @@ def full_rank_block(family: str, **options):
     experts = {m: r for m, r in ranks.items() if m in OF_EXPERTS}
     mlp = {m: r for m, r in ranks.items() if m not in attention | experts}
     for decompose, those in ((decompose_mlp, mlp), (decompose_experts, experts)):
-        part = decompose(method, view, moments, those) if those else BlockResult({}, {}, {}, {})
+        part = decompose(method, view, moments, those) if those else BlockResult()
         for kind in ("modules", "state", "reports", "errors"):
             getattr(result, kind).update(getattr(part, kind))
     replace(view, result, source)

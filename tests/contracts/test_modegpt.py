@@ -74,7 +74,7 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
     source = opened(family)
     view = source.block(0)
     attention, full = view.attention, view.attention.head_dim
-    result = BlockResult({}, {}, {})
+    result = BlockResult()
     q, k, v = attention.qkv()
     put_attention(result, attention, {"q": q, "k": k, "v": v, "o": attention.output}, full, full, None)
     replace(view, result, source)
@@ -196,7 +196,7 @@ def test_predicted_norms_with_all_dimensions_leave_the_logits_unchanged(family):
         stream = start(source, some_ids(), autocast=None)
         moments = measure(source.block(index), stream, set(SQUARES), step=False)
         keep = [torch.arange(full).expand(n, -1) for n in (attention.heads, attention.kv_heads)]
-        norms, result = predict_norms(attention, moments, keep), BlockResult({}, {}, {})
+        norms, result = predict_norms(attention, moments, keep), BlockResult()
         assert max(norms.errors) < 1e-6
         q, k, v = attention.qkv()
         projections = {"q": q, "k": k, "v": v, "o": attention.output}

@@ -34,7 +34,7 @@ def test_attention_replaced_at_full_rank_sees_as_far_as_the_dense_one(family, bl
     for index in range(block):
         advance(source.block(index), stream)
         advance(source.block(index), reference)
-    view, result = source.block(block), BlockResult({}, {}, {})
+    view, result = source.block(block), BlockResult()
     full = view.attention.head_dim
     projections = dict(zip("qkvo", (*view.attention.qkv(), view.attention.output), strict=True))
     put_attention(result, view.attention, projections, full, full)

@@ -1,5 +1,6 @@
 """The finished blocks of a run: one safetensors shard and one report each."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class BlockFiles:
         basis = beside.pop("basis", None)
         state |= beside
         kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
-        return found._replace(state=kept, basis=basis)
+        return replace(found, state=kept, basis=basis)
 
     def _load(self, file: Path) -> dict[str, Tensor]:
         try:

@@ -1,6 +1,7 @@
 """One block through the stages of a method: measure it as it is, decompose, replace."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ class RunContext(NamedTuple):
 
 def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
     """Compress a block: replace its modules by smaller ones."""
-    whole = BlockResult({}, {}, {})
+    whole = BlockResult()
     for stage in context.method.stages(view, ranks):
         result = _run_stage(context, view, stage)
         view, whole = replace(view, result, context.source), _added(whole, result)
@@ -75,7 +76,7 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
         made[n] if piece.shared else present(sent_by(owner, made.get(n)))
         for n, (piece, owner) in enumerate(zip(pieces, owners, strict=True))
     )
-    return functools.reduce(_added, parts, BlockResult({}, {}, {}))
+    return functools.reduce(_added, parts, BlockResult())
 
 
 def _owners(context: RunContext, view: BlockView, pieces: Sequence[CompressionStep]) -> list[int]:
@@ -104,13 +105,13 @@ def _added(whole: BlockResult, result: BlockResult) -> BlockResult:
     whole.state.update(result.state)
     for module, report in result.reports.items():
         whole.reports.setdefault(module, {}).update(report)
-    return whole._replace(basis=result.basis)
+    whole.basis = result.basis
+    return whole
 
 
 def sent_by(owner: int, result: BlockResult | None) -> BlockResult | None:
     """Return in all processes the result of one: nothing is decomposed twice, so nothing can differ."""
-    sent = broadcast(None if result is None else result._replace(errors={})._asdict(), owner)
-    return None if sent is None else BlockResult(**sent)
+    return broadcast(result and dataclasses.replace(result, errors={}), owner)
 
 
 def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda: None) -> BlockResult:

@@ -224,7 +224,7 @@ def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Dense
 
     Where there is none, attention of this family stays as it is.
     """
-    given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
+    given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult(), stream, source)
     for form in _forms(given) if first else [{}]:
         for position in dict.fromkeys((given.position, "none")):
             tried = replace(spec, attention=replace(given, **form, position=position))
@@ -238,7 +238,7 @@ def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Dense
 
 def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseModel) -> float:
     """Return the relative change of what the block adds, ``expected``, when its attention is replaced at full rank."""
-    attention, result = view.attention, BlockResult({}, {}, {})
+    attention, result = view.attention, BlockResult()
     width = attention.head_dim
     try:
         projections = dict(zip("qkvo", (*attention.qkv(), attention.output), strict=True))
@@ -263,7 +263,7 @@ def _some(units: int, view: BlockView) -> Tensor:
 
 
 def _put_units(mlp: MLPView, keep: Tensor) -> tuple[BlockResult, BlockResult]:
-    fewer, silent, down = BlockResult({}, {}, {}), BlockResult({}, {}, {}), mlp.down
+    fewer, silent, down = BlockResult(), BlockResult(), mlp.down
     for path, projection in mlp.rising().items():
         put_projection(fewer, path, projection.rows(mlp.rows_of(keep)))
     put_projection(fewer, mlp.spec.down, Dense(down.weight[:, keep], down.bias))
@@ -272,7 +272,7 @@ def _put_units(mlp: MLPView, keep: Tensor) -> tuple[BlockResult, BlockResult]:
 
 
 def _put_units_of_experts(experts: ExpertsView, keep: Tensor) -> tuple[BlockResult, BlockResult]:
-    fewer, silent, everything = BlockResult({}, {}, {}), BlockResult({}, {}, {}), torch.arange(experts.hidden)
+    fewer, silent, everything = BlockResult(), BlockResult(), torch.arange(experts.hidden)
     downs = [experts.down(expert) for expert in range(experts.count)]
     put_experts(fewer, experts, [(keep, Dense(down.weight[:, keep], down.bias)) for down in downs])
     put_experts(silent, experts, [(everything.to(keep), _heard(down, keep)) for down in downs])

@@ -6,7 +6,7 @@ needs (:meth:`Method.statistics`), and turns a block, its moments and its ranks 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -21,16 +21,17 @@ from .config import MethodConfig
 from .work import Work
 
 
-class BlockResult(NamedTuple):
+@dataclass
+class BlockResult:
     """A compressed block, or what one stage made of it."""
 
-    modules: dict[str, dict]  # path relative to the block -> description (see modules/building.py)
+    # Path relative to the block -> description (see modules/building.py).
+    modules: dict[str, dict] = field(default_factory=dict)
     # Tensor name relative to the block -> value: all of the modules above, and what changes in those of earlier stages.
-    state: dict[str, Tensor]
-    reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
-    # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of
-    # the fit. The default is shared by all results, so it cannot be changed: who adds to it gives a dict.
-    errors: dict[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # pyright: ignore[reportAssignmentType]
+    state: dict[str, Tensor] = field(default_factory=dict)
+    reports: dict[str, dict] = field(default_factory=dict)  # module -> what was measured: relative_error, bounds, ...
+    # Module -> relative error of its fit on any moments of the same statistics, such as those of held-out samples.
+    errors: dict[str, Callable[[BlockMoments], float]] = field(default_factory=dict)
     # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it
     # is, reads it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
     basis: Tensor | None = None

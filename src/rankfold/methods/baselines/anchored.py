@@ -81,7 +81,7 @@ class _Block:
 
     def fit(self, _: BlockView, moments: BlockMoments, __, *, ranks: dict[str, int], statistic: str) -> BlockResult:
         """Compress the layers that have one input."""
-        missing, result = moments[f"dense_{statistic}"], BlockResult({}, {}, {}, {})
+        missing, result = moments[f"dense_{statistic}"], BlockResult()
 
         def fit(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
             return local(slot, anchored(dense, given, missing), given, rank)

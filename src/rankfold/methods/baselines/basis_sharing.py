@@ -159,7 +159,7 @@ class BasisSharing(SVDLLM):
 
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
         layout, dense, latents = slots(self, view), dense_projections(self, view), dict[str, Latent]()
-        result = BlockResult({}, {}, {}, {})
+        result = BlockResult()
         for statistic, some in by_input(ranks).items():
             latents |= fit_layers(result, self, layout, dense, moments, some, statistic, self._fit(moments))
             release_memory()

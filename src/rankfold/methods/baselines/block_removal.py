@@ -41,7 +41,7 @@ class BlockRemoval(Method):
         stays = ranks[BLOCK] == 1
         error = 0.0 if stays else change_error(moments["change"])
         errors = {} if stays else {BLOCK: lambda other: change_error(other["change"])}
-        return BlockResult({}, {}, {BLOCK: {"rank": ranks[BLOCK], "of": 1, "relative_error": error}}, errors)
+        return BlockResult(reports={BLOCK: {"rank": ranks[BLOCK], "of": 1, "relative_error": error}}, errors=errors)
 
 
 def change_error(moment: Moment) -> float:

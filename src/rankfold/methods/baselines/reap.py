@@ -99,7 +99,7 @@ class REAP(Method):
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int], each: Each = map) -> BlockResult:
         experts: ExpertsView | None = view.experts
         if experts is None:
-            return BlockResult({}, {}, {})
+            return BlockResult()
         rank, found = ranks[EXPERT_COUNT], saliency(experts, moments, each)
         keep = kept_experts(found.scores, rank, experts.groups)
         report: dict[str, Any] = {
@@ -110,7 +110,7 @@ class REAP(Method):
             "saliency": found.scores.tolist(),
             "routed_tokens": found.tokens.tolist(),
         }
-        result = BlockResult({}, {}, {EXPERT_COUNT: report}, {})
+        result = BlockResult(reports={EXPERT_COUNT: report})
         if rank < experts.count:
             _put(view, keep, result)
             result.errors[EXPERT_COUNT] = lambda others: lost(saliency(experts, others, each), keep)

@@ -113,7 +113,7 @@ class TwoOfFour(Method):
         return times(multiplying(out, wide, wide), 2) + passing(out * wide, 60) + passing(wide * wide, 10)
 
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
-        result = BlockResult({}, {}, {}, {})
+        result = BlockResult()
         for module, rank in ranks.items():
             result.reports[module] = {"rank": rank, "of": GROUP, "relative_error": 0.0}
             if rank < GROUP:

@@ -41,7 +41,7 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
     if QKV in dense and QKV not in fits:  # only the output projection loses weights
         kept = dict(zip("qkv", view.attention.qkv(), strict=True))
     chosen = {module: report.rank for module, report in reports.items()}
-    result = BlockResult({}, {}, {m: reports[m].to_dict() for m in ranks}, errors)
+    result = BlockResult(reports={m: reports[m].to_dict() for m in ranks}, errors=errors)
     width, cached = view.attention.head_dim, method.cached_latents(view, chosen)
     put_attention(result, view.attention, kept | latents, width, width, None, cached)
     return result

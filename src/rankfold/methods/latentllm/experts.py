@@ -42,7 +42,7 @@ def decompose_experts(
     Args:
         each: calls a function for every expert; by default here, one after another.
     """
-    experts, layout, result = view.experts, slots(method, view), BlockResult({}, {}, {}, {})
+    experts, layout, result = view.experts, slots(method, view), BlockResult()
     routed = RoutedTokens.of(experts, moments)
     sides = {
         module: list(each(partial(_latent, method, layout[module], routed, rank=rank), range(experts.count)))

@@ -276,7 +276,7 @@ class LatentLLM(NarrowingMethod):
         there = slots(self, view)
         lower = {m: r for m, r in ranks.items() if r < there[m].full}
         dense = {m: Report(there[m].full, there[m].full, "dense", 0.0).to_dict() for m in ranks if m not in lower}
-        result = BlockResult({}, {}, dense, {})
+        result = BlockResult(reports=dense)
         for decompose, names in _groups(lower, each):
             part = decompose(self, view, moments, {m: lower[m] for m in names})
             for kind in ("modules", "state", "reports", "errors"):

@@ -24,7 +24,7 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
     """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
     dense, layout = dense_projections(method, view), slots(method, view)
     weights = column_weights(method, view, moments)
-    result = BlockResult({}, {}, {}, {})
+    result = BlockResult()
     for modules in _together(method, view, ranks):
         fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments, weights)
         if len(modules) > 1 and "down" in modules:

@@ -189,7 +189,7 @@ class MoDeGPT(MeasurableMethod):
             raise OptionError(f"head_dim must be below the model's {view.attention.head_dim}, got {self.head_dim}")
 
     def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
-        result = BlockResult({}, {}, {})
+        result = BlockResult()
         if "mlp" in ranks:
             truncate_mlp(view, ranks["mlp"], result)
         if "experts" in ranks:
@@ -270,7 +270,7 @@ class MoDeGPT(MeasurableMethod):
         return [step._replace(pieces=tuple(pieces))]
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int], each: Each = map) -> BlockResult:
-        result = BlockResult({}, {}, {}, {})
+        result = BlockResult()
         if "mlp" in ranks:
             reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
         if "experts" in ranks:

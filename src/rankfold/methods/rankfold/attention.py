@@ -24,7 +24,7 @@ def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int])
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
     if ranks.get("vo") == 0:
         return without_attention(method, view, moments)
-    result = BlockResult({}, {}, {}, {})
+    result = BlockResult()
     compress_attention(method, view, moments, ranks, result, vo=values_of(method, view))
     return result
 
@@ -92,7 +92,7 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
     """Correct the output projection by what the stream lacks behind attention, as far as held-out samples confirm."""
     attention, others = view.attention, held_out()
     if others is None:  # nothing could confirm it
-        return BlockResult({}, {}, {module: {"residual_correction": 0.0}}, {})
+        return BlockResult(reports={module: {"residual_correction": 0.0}})
     o, names = attention.output, ("attention_output", "attention_feedback")
     centred = method.bias_refit and o.bias is not None
     new, report, _ = repair(o, moments, others, names, centred=centred)
@@ -100,4 +100,4 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
     state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
     if o.bias is not None:
         state[f"{path}.bias"] = present(new.bias).to(o.bias.dtype)
-    return BlockResult({}, state, {module: report}, {})
+    return BlockResult(state=state, reports={module: report})

@@ -19,7 +19,7 @@ NAMES = ("mlp_hidden", "mlp_feedback")
 
 def decompose_mlp(method, view: BlockView, moments, held_out, ranks: dict[str, int], each: Each = map) -> BlockResult:
     """The MLP and the experts, where these are among the modules of ``ranks``."""
-    result = BlockResult({}, {}, {}, {})
+    result = BlockResult()
     if "mlp" in ranks:
         result = _decompose_mlp(method, view, moments, held_out, ranks["mlp"])
     if "experts" in ranks:
@@ -31,7 +31,7 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
     """Units go by what they cost the corrected projection; the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)
-    result, down = BlockResult({}, {}, {}, {}), view.mlp.down
+    result, down = BlockResult(), view.mlp.down
     if "mlp_feedback" not in moments or rank == view.mlp.hidden:
         reduce_mlp(method, view, down, moments, rank, result)
     elif (others := held_out()) is None:  # nothing could confirm a correction

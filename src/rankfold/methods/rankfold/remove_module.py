@@ -12,7 +12,7 @@ from ..result import put_attention, put_projection
 
 def without_attention(method, view: BlockView, moments) -> BlockResult:
     """An attention of no width."""
-    attention, result = view.attention, BlockResult({}, {}, {}, {})
+    attention, result = view.attention, BlockResult()
     projections = {name: _reading_nothing(dense) for name, dense in zip("qkv", attention.qkv(), strict=True)}
     projections["o"] = _of_nothing(attention.output, moments["attention_output"].mean, method)
     put_attention(result, attention, projections, 0, 0)
@@ -23,7 +23,7 @@ def without_attention(method, view: BlockView, moments) -> BlockResult:
 
 def without_mlp(method, view: BlockView, moments) -> BlockResult:
     """An MLP of no hidden units."""
-    mlp, result = view.mlp, BlockResult({}, {}, {}, {})
+    mlp, result = view.mlp, BlockResult()
     for path, projection in mlp.rising().items():
         put_projection(result, path, _reading_nothing(projection))
     put_projection(result, mlp.spec.down, _of_nothing(mlp.down, moments["mlp_hidden"].mean, method))

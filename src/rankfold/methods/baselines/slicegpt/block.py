@@ -34,7 +34,7 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
         view: the block with its norms, or what an earlier stage made of it.
         enters, leaves: whether it takes the stream from the model's own coordinates, and takes it back.
     """
-    result, parallel = BlockResult({}, {}, {}, {}), view.middle is None
+    result, parallel = BlockResult(), view.middle is None
     inside = bases.behind if parallel else bases.inside
     parts = {name: converted.reader(name, bases.before) for name in "qkv"} | {"o": converted.writer("o", inside)}
     mlp, down = view.mlp.spec, view.mlp.spec.down

@@ -50,7 +50,7 @@ def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
     """
     if rank == width_of(view):
         report = {STREAM: {"rank": rank, "of": rank, "relative_error": 0.0}}
-        return [CompressionStep({"stream_input"}, lambda *_: BlockResult({}, {}, report))]
+        return [CompressionStep({"stream_input"}, lambda *_: BlockResult(reports=report))]
     slicing = Slicing(view, rank)
     found = [CompressionStep({"stream_input"}, slicing.enter)] if slicing.first else []
     if view.middle is not None:
@@ -102,7 +102,8 @@ class Slicing:
         result = put_block(self.converted, view, bases, enters=self.first, leaves=self.last)
         result.reports[STREAM] = {**self.report, "relative_error": found.relative_error}
         result.errors[STREAM] = lambda other: projection_error(other["stream_output"].second_moment(), Q)
-        return result if self.last else result._replace(basis=Q)
+        result.basis = None if self.last else Q
+        return result
 
     def _begin(self, view: BlockView) -> None:
         if self.converted is None:

@@ -102,7 +102,7 @@ class Slicing(NarrowingMethod):
         return found
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
-        there, result = sliceable(view), BlockResult({}, {}, {}, {})
+        there, result = sliceable(view), BlockResult()
         for module, rank in ranks.items():
             units = there[module]
             result.reports[module] = {"rank": rank, "of": units.count, "relative_error": 0.0}
