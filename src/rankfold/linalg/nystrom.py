@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
-from .psd import ROWS, check_moment, choosing, energy, spd_factor, spd_inverse
+from .psd import ROWS, check_moment, choosing, energy, relative, spd_factor, spd_inverse
 
 SELECTIONS = ("obs", "leverage")
 # A leverage score that is further below zero than rounding explains: the moment is indefinite.
@@ -170,8 +170,8 @@ def _fit(
     lost = energy(W[:, dropped], C[dropped][:, dropped])
     error = lost - refit.told.square().sum() - lam * refit.added.square().sum()
     error, total = error.clamp_min(0).item(), energy(W.to(choosing(C)), C).item()
-    relative = (error / total) ** 0.5 if total > 0 else 0.0
-    return Nystrom(keep, (W[:, keep] + refit.added).to(W_down.dtype), error, relative, None, False), refit.complement
+    weights = (W[:, keep] + refit.added).to(W_down.dtype)
+    return Nystrom(keep, weights, error, relative(error, total), None, False), refit.complement
 
 
 class ErrorCurve(NamedTuple):

@@ -74,6 +74,11 @@ def energy(W: Tensor, C: Tensor) -> Tensor:
     return found
 
 
+def relative(error: float, total: float) -> float:
+    """RMS error over RMS of what it is an error of, both given as squares; 0 where that is nothing."""
+    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+
+
 def choosing(C: Tensor) -> torch.dtype:
     """The dtype of what is only compared or reported and goes by a moment ``C`` (N, N): errors at every rank, ridges.
 

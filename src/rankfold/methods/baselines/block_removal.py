@@ -6,6 +6,7 @@ from typing import ClassVar
 from ...allocation import Allocation, Budget, Bytes, Greedy, LeastInfluence, Parameters, block_weights
 from ...architectures import BlockView
 from ...calibration.moments import Moment
+from ...linalg.psd import relative
 from ..base import BlockResult, Method, PrunableModule
 
 BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it goes
@@ -46,8 +47,7 @@ class BlockRemoval(Method):
 
 def change_error(moment: Moment) -> float:
     """RMS of what the block adds to its input over the RMS of its output."""
-    added, output = moment.mean.tolist()
-    return (added / output) ** 0.5 if output > 0 else 0.0
+    return relative(*moment.mean.tolist())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..._utils.processes import Each
 from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
+from ...linalg.psd import relative
 from ..base import BlockResult
 from ..result import Latent, describe, tensors_of
 from .factor import local, prepare
@@ -80,7 +81,7 @@ def _report(found: list[Side]) -> dict:
     whole = [one.energy * one.seen.share for one in found]
     lost = sum(error**2 * energy for error, energy in zip(errors, whole, strict=True))
     return found[0].report | {
-        "relative_error": (lost / sum(whole)) ** 0.5 if sum(whole) else 0.0,
+        "relative_error": relative(lost, sum(whole)),
         "relative_errors": errors,
         "tokens": [one.seen.tokens for one in found],
         "filled": [one.seen.filled for one in found],
@@ -109,5 +110,4 @@ def _error_on(experts: ExpertsView, module: str, found: list[Side], each: Each, 
         parts = routed.inputs(*sent) if module == EXPERTS[0] else routed.activations(expert, *sent)
         return energies(parts, one.centre, gap, W)
 
-    lost, total = sum(each(of_expert, range(len(found))), torch.zeros(2, dtype=torch.float64)).tolist()
-    return (lost / total) ** 0.5 if total else 0.0
+    return relative(*sum(each(of_expert, range(len(found))), torch.zeros(2, dtype=torch.float64)).tolist())

@@ -16,6 +16,7 @@ from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, eliminate_pairs
 from ...linalg.paired_svd import PairedSVD, paired_factors
+from ...linalg.psd import relative
 from ..base import BlockResult
 from ..result import put_attention
 from .norms import predict_norms
@@ -213,11 +214,6 @@ def _pair_error(A: Tensor, B: Tensor, fit: PairedSVD) -> tuple[Tensor, Tensor]:
     """``E||X v - X up down v||^2`` and ``E||X v||^2`` with ``A = E[v v^T]``, ``B = X^T X``, summed over heads."""
     gap = torch.eye(A.shape[-1]).to(A) - fit.up @ fit.down
     return ((B @ gap) * (gap @ A)).sum(), (B * A).sum()
-
-
-def relative(error: float, total: float) -> float:
-    """RMS error over RMS of what it is an error of; 0 where that is nothing."""
-    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
 
 
 def _grouped(per_query: Tensor, attention: AttentionView) -> Tensor:

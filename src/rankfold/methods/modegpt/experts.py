@@ -13,10 +13,9 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
-from ...linalg.psd import energy
+from ...linalg.psd import energy, relative
 from ..base import BlockResult, PrunableModule
 from ..result import put_experts
-from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
 
 

@@ -13,10 +13,9 @@ from ...architectures import BlockView, Dense
 from ...calibration.moments import Moment
 from ...linalg.elimination import others
 from ...linalg.nystrom import Nystrom, nystrom
-from ...linalg.psd import energy
+from ...linalg.psd import energy, relative
 from ..base import BlockResult
 from ..result import put_projection
-from .attention import relative
 from .output_weighting import output_root, predicted_loss
 
 GRADIENT = "down_gradient"

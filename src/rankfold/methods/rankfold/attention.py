@@ -12,8 +12,9 @@ from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_factors
+from ...linalg.psd import relative
 from ..base import BlockResult
-from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative, values_move
+from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, values_move
 from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.output_weighting import output_root, predicted_loss, weighted
 from .remove_module import without_attention

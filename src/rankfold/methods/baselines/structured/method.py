@@ -12,6 +12,7 @@ from torch import Tensor
 from ....architectures import BlockView, Dense
 from ....calibration.moments import BlockMoments, Moment
 from ....errors import UnsupportedModelError
+from ....linalg.psd import relative
 from ....linalg.slicing import channels_of, lost_energy
 from ...base import BlockResult, NarrowingMethod, PrunableModule
 from ...work import Work, multiplying, passing, times
@@ -122,8 +123,7 @@ class Slicing(NarrowingMethod):
 
         def error(other: Moment) -> float:
             C = other.second_moment() if centre is None else other.about(centre)
-            gone, total = torch.stack(lost_energy(output.weight, C, lost)).tolist()
-            return (max(gone, 0.0) / total) ** 0.5 if total > 0 else 0.0
+            return relative(*torch.stack(lost_energy(output.weight, C, lost)).tolist())
 
         result.errors[module] = lambda others: error(others[units.statistic])
         result.reports[module]["relative_error"] = error(moment)
