@@ -1,8 +1,9 @@
 """`rankfold recover`"""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
@@ -33,8 +34,50 @@ def parse_minutes(time: str | None) -> float | None:
     return minutes
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a model is trained; each as of :func:`rankfold.recover`."""
+
+    panel: ClassVar = "Training"
+
+    tune: Annotated[
+        Literal["all", "lora", "lora-mlp", "norms"],
+        typer.Option(help="What is trained: all weights but embeddings, adapters on all or on MLP layers, or norms."),
+    ] = "all"
+    loss: Annotated[
+        Literal["kl", "next-token", "both"],
+        typer.Option(help="Divergence from the dense model's predictions, cross entropy of the text, or both."),
+    ] = "kl"
+    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 1_000_000
+    minutes: Annotated[float | None, typer.Option(help="Train on what takes about this long, at most --tokens.")] = None
+    rank: Annotated[int, typer.Option(help="Rank of adapters.")] = 16
+    lr: Annotated[float | None, typer.Option(help="Largest learning rate. Default: measured by a trial step.")] = None
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048
+    max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512
+    tolerance: Annotated[float, typer.Option(help="How much the perplexity of a text may rise, as a fraction.")] = 0.02
+    adapter: Annotated[
+        bool, o.of_output("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
+    ] = False
+    blockwise: Annotated[
+        bool,
+        typer.Option("--blockwise", help="Train one block at a time to match the dense one; needs little memory."),
+    ] = False
+    cache_logits: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the dense model's predictions: computed once, then the dense model is unloaded."),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, one more forward.")
+    ] = False
+    report_to: Annotated[str, typer.Option(help="Logger of transformers' Trainer, e.g. tensorboard or wandb.")] = "none"
+    seed: Annotated[int, o.of_calibration(help="Order of the sequences.")] = 0
+    text_column: Annotated[str, o.of_calibration(help="Column of the text, in a file with rows.")] = "text"
+
+
+@o.expanded
 def command(
     model: o.Compressed,
+    *,
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder to write; an unfinished run goes on.")],
     config: Recovery = None,
     teacher: Annotated[
@@ -47,46 +90,7 @@ def command(
         o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
         MayBePath(),
     ] = TEXTS,
-    tune: Annotated[
-        Literal["all", "lora", "lora-mlp", "norms"],
-        o.of_training(help="What is trained: all weights but embeddings, adapters on all or on MLP layers, or norms."),
-    ] = "all",
-    loss: Annotated[
-        Literal["kl", "next-token", "both"],
-        o.of_training(help="Divergence from the dense model's predictions, cross entropy of the text, or both."),
-    ] = "kl",
-    tokens: Annotated[int, o.of_training(help="Tokens to train on.")] = 1_000_000,
-    minutes: Annotated[
-        float | None, o.of_training(help="Train on what takes about this long, at most --tokens.")
-    ] = None,
-    rank: Annotated[int, o.of_training(help="Rank of adapters.")] = 16,
-    lr: Annotated[float | None, o.of_training(help="Largest learning rate. Default: measured by a trial step.")] = None,
-    batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 2048,
-    max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512,
-    tolerance: Annotated[
-        float, o.of_training(help="How much the perplexity of a text may rise, as a fraction.")
-    ] = 0.02,
-    adapter: Annotated[
-        bool, o.of_output("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
-    ] = False,
-    blockwise: Annotated[
-        bool,
-        o.of_training("--blockwise", help="Train one block at a time to match the dense one; needs little memory."),
-    ] = False,
-    cache_logits: Annotated[
-        Path | None,
-        o.of_training(
-            help="Folder for the dense model's predictions: computed once, then the dense model is unloaded."
-        ),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool, o.of_training("--gradient-checkpointing", help="Less memory, one more forward.")
-    ] = False,
-    report_to: Annotated[
-        str, o.of_training(help="Logger of transformers' Trainer, e.g. tensorboard or wandb.")
-    ] = "none",
-    seed: Annotated[int, o.of_calibration(help="Order of the sequences.")] = 0,
-    text_column: Annotated[str, o.of_calibration(help="Column of the text, in a file with rows.")] = "text",
+    training: TrainingOptions,
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
@@ -104,29 +108,8 @@ def command(
     from ..recovery.recover import recover
     from ..report.outcomes import recovery_lines
 
-    done = recover(
-        model,
-        teacher,
-        calibration=parse_texts(calibration),
-        output=output,
-        tune=tune,
-        loss=loss,
-        tokens=tokens,
-        minutes=minutes,
-        rank=rank,
-        lr=lr,
-        batch_tokens=batch_tokens,
-        max_length=max_length,
-        tolerance=tolerance,
-        adapter=adapter,
-        blockwise=blockwise,
-        cache_logits=cache_logits,
-        gradient_checkpointing=gradient_checkpointing,
-        report_to=report_to,
-        seed=seed,
-        text_column=text_column,
-        device=device,
-    )
+    texts = parse_texts(calibration)
+    done = recover(model, teacher, calibration=texts, output=output, device=device, **vars(training))
     facts = done.record["recovery"]
     result = {"output": str(done.output), "recovered": done.recovered, **{k: facts[k] for k in SHOWN if k in facts}}
 
