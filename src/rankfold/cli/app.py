@@ -1,5 +1,6 @@
 """All commands together."""
 
+import importlib
 import logging
 import sys
 from typing import Annotated
@@ -9,46 +10,23 @@ import typer
 from .._utils.processes import is_first
 from ..errors import called_by
 from ..version import __version__
-from . import (
-    calibrate,
-    chat,
-    compare,
-    compress,
-    evaluate,
-    export,
-    generate,
-    inspect,
-    methods,
-    models,
-    plan,
-    push,
-    recover,
-)
 from .command import Command, Commands
+
+# In the order of the help page; each is a module here.
+NAMES = (
+    *("compress", "recover", "calibrate", "plan", "evaluate", "compare", "export"),
+    *("push", "generate", "chat", "inspect", "models", "methods"),
+)
 
 app = typer.Typer(
     cls=Commands,
-    help="Shrink Hugging Face language models in minutes, without training, and load the result with from_pretrained.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for module in (
-    compress,
-    recover,
-    calibrate,
-    plan,
-    evaluate,
-    compare,
-    export,
-    push,
-    generate,
-    chat,
-    inspect,
-    models,
-    methods,
-):
-    app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
+for name in NAMES:
+    module = importlib.import_module(f".{name}", __package__)
+    app.command(name=name, cls=Command)(module.command)
 
 
 def _say_version(wanted: bool) -> None:
