@@ -35,7 +35,7 @@ from .data.load import load_calibration
 from .data.mixing import planned_samples
 from .errors import OptionError, check_choice, option
 from .evaluation import perplexity as evaluation
-from .evaluation.text import evaluate_text
+from .evaluation.evaluate import evaluate_text
 from .exports import Exported
 from .methods import Method, make_method, method_class
 from .models.dense_model import DenseModel

@@ -74,6 +74,28 @@ def evaluate(
     return result
 
 
+def evaluate_text(
+    model: str | Path,
+    text: str | Path,
+    *,
+    max_length: int = 2048,
+    limit: int | None = None,
+    text_column: str = "text",
+    dtype: str = "auto",
+    device: str = "auto",
+) -> dict:
+    """Load a model and compute its perplexity on a text source; see :func:`~rankfold.evaluation.perplexity.perplexity`.
+
+    Warns where a compressed model was calibrated on the very text.
+
+    Raises:
+        OptionError, DataError, CheckpointError: with one line saying what to do.
+    """
+    texts = Texts((str(text),), max_length, limit, text_column)
+    found = evaluate(model, texts=texts, dtype=dtype, device=device)
+    return {"model": found["model"], **found["texts"][0]}
+
+
 def _dense_texts(writing: Writing, model: str | Path, dtype: str, device: str) -> list[list[int]]:
     """Return the tokens that the model to compare with writes; it is gone afterwards."""
     name = str(writing.baseline)

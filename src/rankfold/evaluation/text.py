@@ -5,18 +5,15 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
 from ..architectures import context_of, family_of
 from ..calibration.likelihood import warn_of_guessing
-from ..checkpoint.load import load_model, load_tokenizer
 from ..data.special_tokens import frame_of
 from ..data.text import Text, read_text, text_source
 from ..data.tokens import ids_of
 from ..errors import CheckpointError, DataError, OptionError, option
-from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
 from .perplexity import perplexity, streamed_perplexity, windows_of
 
@@ -134,30 +131,6 @@ def timed_perplexity(network, windows: Tensor, text: str) -> dict:
     warning = warn_of_guessing(result["nll"], network.config.get_text_config().vocab_size, text)
     definition = f"rows joined by a blank line, tokenised once; {result['definition']}"
     return result | {"definition": definition, "tokens_per_second": speed, "warning": warning}
-
-
-def evaluate_text(
-    model: str | Path,
-    text: str | Path,
-    *,
-    max_length: int = 2048,
-    limit: int | None = None,
-    text_column: str = "text",
-    dtype: str = "auto",
-    device: str = "auto",
-) -> dict:
-    """Load a model and compute its perplexity on a text source; see :func:`~rankfold.evaluation.perplexity.perplexity`.
-
-    Warns where a compressed model was calibrated on the very text.
-
-    Raises:
-        OptionError, DataError, CheckpointError: with one line saying what to do.
-    """
-    wanted = Texts((str(text),), max_length, limit, text_column)
-    texts = wanted.read()
-    network = load_model(model, dtype=dtype, device=device)
-    check_writes(network.config, str(model))
-    return {"model": str(model), **wanted.measure(str(model), network, load_tokenizer(model), texts)[0]}
 
 
 def _calibrated_on(network) -> list[str]:
