@@ -4,7 +4,7 @@ Shape legend: S samples, S' samples held out, T tokens of a sample.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,8 @@ class TextShare:
 
     def describe(self) -> dict:
         """Return the entry of the run record."""
-        return {
-            "source": shown(self.name),
-            "origin": self.origin,
-            "draw": self.draw,
-            "share": self.share,
-            "num_samples": self.num_samples,
-            "held_out": self.held_out,
-        }
+        facts = asdict(self)
+        return {"source": shown(facts.pop("name")), **facts}
 
 
 @dataclass(frozen=True)
