@@ -165,15 +165,11 @@ def _check_samples(name: str, samples) -> None:
         if not torch.isfinite(samples).all():
             raise DataError(f"{name} holds NaN or infinite pixels; give others")
         return
-    _check_ids(name, samples, " or pixels (images, channels, height, width),")
+    check_ids(name, samples, " or pixels (images, channels, height, width),")
 
 
-def check_ids(name: str, ids) -> None:
-    """Raise :class:`DataError` unless these are sequences of token ids."""
-    _check_ids(name, ids, "")
-
-
-def _check_ids(name: str, ids, others: str) -> None:
+def check_ids(name: str, ids, others: str = "") -> None:
+    """Raise :class:`DataError` unless these are sequences of token ids; ``others``: what else they may be."""
     if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
         got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise DataError(f"{name} must be a tensor (samples, length) of int64 token ids,{others} got {got}")
