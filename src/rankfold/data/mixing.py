@@ -244,7 +244,7 @@ def interleaved(windows: list[Tensor], seed: int) -> Tensor:
         seed: of the order.
     """
     text = torch.cat([torch.full((len(some),), i) for i, some in enumerate(windows)])
-    text = text[torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))]
+    text = text[order_of(len(text), seed)]
     mixed = windows[0].new_empty(len(text), windows[0].shape[1])
     for i, some in enumerate(windows):
         mixed[text == i] = some

@@ -13,7 +13,7 @@ from .._utils.evaluating import cache_for, evaluating
 from ..errors import DataError, OptionError, option
 from .calibration_data import CalibrationData, TextShare
 from .chats import Chat, written
-from .mixing import Drawn, DrawOptions, Portion, check_distinct, draw_all, interleaved
+from .mixing import Drawn, DrawOptions, Portion, check_distinct, draw_all, interleaved, order_of
 from .special_tokens import frame_of
 from .streaming import Pieces
 from .text import Text, text_source
@@ -39,8 +39,7 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
         ``(S, T)`` with ``S = min(samples, n // T)``.
     """
     windows = ids[: ids.numel() // length * length].view(-1, length)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
-    return windows[order[:samples]].contiguous()
+    return windows[order_of(len(windows), seed)[:samples]].contiguous()
 
 
 def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read: Read) -> CalibrationData:
