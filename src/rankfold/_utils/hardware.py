@@ -3,8 +3,14 @@
 import functools
 import platform
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -51,3 +57,22 @@ def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Time a call, with all work that it gives to ``device``."""
+    begin = now(device)
+    run()
+    return now(device) - begin
+
+
+def in_rounds(calls: Mapping[K, Callable[[], T]], rounds: Iterable[object]) -> Iterator[dict[K, T]]:
+    """Call all of these once in every round, and yield what each of them returned.
+
+    Every round begins with the next one. A machine that slows down for a moment slows one round of all, so ratios
+    within a round hardly change.
+    """
+    order = deque(calls)
+    for _ in rounds:
+        yield {name: calls[name]() for name in order}
+        order.rotate(-1)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from .._utils.hardware import now
+from .._utils.hardware import seconds_of
 from .._utils.stopwatch import timed_run
 from ..allocation import Measured, averages
 from ..architectures import BlockView, read_linear
@@ -132,7 +132,7 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     tokens = tokens_in(ids, source.part)
     stream = start(source, ids, autocast=source.autocast)
     index = 0 if stream.hands_on else len(source) // 2
-    clock = partial(_seconds, source)
+    clock = partial(seconds_of, device=source.device)
     read = clock(lambda: source.block(index))
     view = source.block(index)
     advance(view, stream.copy())  # warms up
@@ -150,12 +150,6 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     head = clock(lambda: nats_per_token(source, some, behind) if is_decoder else outputs(source, batch, behind))
     head /= tokens_in(some, source.part)
     return Rates(read, forward, stages, dense, alone, head)
-
-
-def _seconds(source: DenseModel, run) -> float:
-    begin = now(source.device)
-    run()
-    return now(source.device) - begin
 
 
 def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:

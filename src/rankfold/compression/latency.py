@@ -6,6 +6,7 @@ dimensions, beside the dense one in turning order; a few ranks are timed and wha
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from .._utils.files import read_json, write_json
-from .._utils.hardware import now
+from .._utils.hardware import in_rounds, seconds_of
 from .._utils.memory import release_memory
 from .._utils.progress import track
 from ..architectures import BlockView
@@ -145,26 +146,24 @@ def _time(view: BlockView, variants: dict, stream, source: DenseModel) -> tuple[
     """Time the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
     args, kwargs = _cast(stream.calls[0][view.index][:2], source.dtype)
     hidden = view.taken(stream.hidden[0].to(source.dtype))
-    names, rounds = [None, *variants], []
-    repeats = 1
-    for turn in range(ROUNDS + 1):
-        shift, seconds = turn % len(names), {}
-        for name in names[shift:] + names[:shift]:
-            with swapped(view.module, variants.get(name, {})):
-                seconds[name] = _run(view.module, (hidden, *args), kwargs, repeats, source.device)
-        if turn == 0:  # warms up caches and kernels
-            repeats = 1 + int(LEAST_SECONDS / min(seconds.values()))
-        else:
-            rounds.append(seconds)
+
+    def run(modules: dict, repeats: int) -> float:
+        with swapped(view.module, modules):
+            return _run(view.module, (hidden, *args), kwargs, repeats, source.device)
+
+    every = {None: {}} | variants
+    repeats = 1 + int(LEAST_SECONDS / min(run(modules, 1) for modules in every.values()))  # warms up caches and kernels
+    rounds = [*in_rounds({name: partial(run, modules, repeats) for name, modules in every.items()}, range(ROUNDS))]
     saved = {name: statistics.median(r[None] - r[name] for r in rounds) for name in variants}
     return statistics.median(r[None] for r in rounds), saved
 
 
 def _run(module: nn.Module, args, kwargs, repeats: int, device: torch.device) -> float:
-    begin = now(device)
-    for _ in range(repeats):
-        module(*args, **kwargs)
-    return (now(device) - begin) / repeats
+    def repeated() -> None:
+        for _ in range(repeats):
+            module(*args, **kwargs)
+
+    return seconds_of(repeated, device) / repeats
 
 
 def _cast(value, dtype: torch.dtype):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._utils.hardware import now
+from .._utils.hardware import seconds_of
 from ..linalg.elimination import elimination
 from ..linalg.psd import choosing, spd_factor, spd_inverse
 from ..methods.work import ROUTINES, Work
@@ -66,12 +66,7 @@ def _measured(routine: str, size: int, device: torch.device, threads: int) -> fl
     C = torch.full((size, size), 0.5 / size, dtype=torch.float64, device=device)
     C += torch.diag(torch.linspace(1, 2, size, dtype=torch.float64, device=device))  # positive definite, not diagonal
     run = _RUN[routine]
-    first = _timed(run, C, device)
-    again = [_timed(run, C, device) for _ in range(1 + int(LEAST_SECONDS / max(first, 1e-5)))] if first < 0.1 else []
+    timed = functools.partial(seconds_of, lambda: run(C), device)
+    first = timed()
+    again = [timed() for _ in range(1 + int(LEAST_SECONDS / max(first, 1e-5)))] if first < 0.1 else []
     return min([first, *again])
-
-
-def _timed(run: Callable[[Tensor], object], C: Tensor, device: torch.device) -> float:
-    begin = now(device)
-    run(C)
-    return now(device) - begin

@@ -5,13 +5,14 @@ Shape legend: B sequences, T prompt tokens, S tokens decoded per sequence.
 
 import statistics
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._utils.evaluating import cache_for
-from .._utils.hardware import now
+from .._utils.hardware import in_rounds, now
 from .._utils.progress import track
 from ..architectures import context_of
 from ..errors import OptionError
@@ -40,9 +41,8 @@ def speed(
     repeats: int = 5,
     seed: int = 0,
 ) -> dict:
-    """Measure prefill and batched decode of several models in paired, alternating runs.
-
-    A machine that slows down for a moment slows one round of all models, and the ratios of a round hardly change.
+    """Measure prefill and batched decode of several models in paired, alternating runs
+    (:func:`rankfold._utils.hardware.in_rounds`).
 
     Args:
         models: name -> causal language model in eval mode; the first is what the others are compared with.
@@ -62,17 +62,12 @@ def speed(
     """
     _check(models, batch, prompt, steps, repeats)
     ids = prompts(models, batch, prompt, seed)
-    names = list(models)
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for turn in track(range(repeats + 1), "measuring speed"):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds = run(models[name], ids, steps)
-            if turn:  # the first round warms up caches and kernels
-                rounds[name].append((batch * prompt / seconds[0], batch * steps / seconds[1]))
-    reference = rounds[names[0]]
+    calls = {name: partial(run, model, ids, steps) for name, model in models.items()}
+    _, *rounds = in_rounds(calls, track(range(repeats + 1), "measuring speed"))  # the first warms up caches and kernels
+    speeds = {name: [(batch * prompt / a, batch * steps / b) for a, b in (r[name] for r in rounds)] for name in models}
+    reference = next(iter(speeds.values()))
     return {
-        "models": {name: _summary(mine, reference, batch * prompt) for name, mine in rounds.items()},
+        "models": {name: _summary(mine, reference, batch * prompt) for name, mine in speeds.items()},
         "batch": batch,
         "prompt": prompt,
         "steps": steps,
