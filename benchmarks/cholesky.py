@@ -4,11 +4,11 @@ python benchmarks/cholesky.py
 """
 
 import statistics
-import time
 
 import torch
 
 import common
+from rankfold._utils.hardware import seconds_of
 from rankfold.linalg.psd import CACHE_LINE
 
 WIDTHS = (1024, 1536, 2816, 4096)  # of MLPs; 512 fp64 numbers are a page
@@ -35,9 +35,7 @@ def main() -> None:
 
 def seconds(N: int) -> float:
     A = torch.full((N, N), 0.5 / N, dtype=torch.float64).diagonal_scatter(torch.ones(N, dtype=torch.float64))
-    begin = time.perf_counter()
-    torch.linalg.cholesky_ex(A)
-    return time.perf_counter() - begin
+    return seconds_of(lambda: torch.linalg.cholesky_ex(A), A.device)
 
 
 if __name__ == "__main__":

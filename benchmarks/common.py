@@ -7,8 +7,10 @@ variables RANKFOLD_DATA and RANKFOLD_MODELS, and commands are written with these
 import argparse
 import importlib.util
 import json
+import operator
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -166,6 +168,21 @@ class Record:
         signed = {"revision": REVISION, "cpu": self.value["hardware"]["cpu"]}
         self.value["rows"].append({"name": name, **facts, **signed})
         write_json(self.path, self.value)
+
+
+def compared(mine: list[float], base: list[float]) -> tuple[float, list[float]]:
+    """Return the median and the quartiles of the ratios of two series, each ratio within a round."""
+    low, ratio, high = statistics.quantiles(map(operator.truediv, mine, base), n=4, method="inclusive")
+    return ratio, [low, high]
+
+
+def speeds(found: dict[str, list[float]]) -> dict[str, dict]:
+    """Return name -> median of its tokens per second; of all but the first also how they compare with it."""
+    first, *others = found
+    facts = {name: {"tokens_per_second": statistics.median(mine)} for name, mine in found.items()}
+    for name in others:
+        facts[name] |= dict(zip(("ratio", "quartiles"), compared(found[name], found[first]), strict=True))
+    return facts
 
 
 def model_path(name: str) -> str:

@@ -13,11 +13,13 @@ each of its steps, or with one that is off, is below.
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import common
 from experiment import of_name
 from rankfold import CalibrationData, Rankfold, compress, make_method
+from rankfold._utils.hardware import in_rounds
 from rankfold.calibration.runner import advance, start
 from rankfold.data.load import load_calibration
 
@@ -76,21 +78,19 @@ def main() -> None:
 def measure(source, method, tokens: CalibrationData, repeats: int) -> list[dict[str, float]]:
     """Seconds of every kind in every round; one short forward before them makes kernels and pages warm."""
     forward(source, CalibrationData(tokens.ids[:1], tokens.name, tokens.origin, tokens.seed))
-    rounds = []
-    for turn in range(repeats):
-        shift, seconds = turn % len(KINDS), {}
-        for kind in KINDS[shift:] + KINDS[:shift]:
-            fresh = common.again(source)
-            if kind == "forward":
-                seconds[kind] = forward(fresh, tokens)
-            elif kind in DEFAULTS:
-                default = Rankfold(sparsity=method.sparsity, **DEFAULTS[kind])
-                seconds[kind] = whole(fresh, default, tokens, "sequential")
-            else:
-                seconds[kind] = whole(fresh, method, tokens, kind)
-            common.say(f"round {turn + 1}/{repeats} {kind}: {seconds[kind]:.1f} s")
-        rounds.append(seconds)
-    return rounds
+
+    def one(kind: str) -> float:
+        fresh = common.again(source)
+        if kind == "forward":
+            seconds = forward(fresh, tokens)
+        elif kind in DEFAULTS:
+            seconds = whole(fresh, Rankfold(sparsity=method.sparsity, **DEFAULTS[kind]), tokens, "sequential")
+        else:
+            seconds = whole(fresh, method, tokens, kind)
+        common.say(f"{kind}: {seconds:.1f} s")
+        return seconds
+
+    return [*in_rounds({kind: partial(one, kind) for kind in KINDS}, range(repeats))]
 
 
 def forward(source, tokens: CalibrationData) -> float:

@@ -9,8 +9,7 @@ candidates alternate, so a machine that slows down for a moment slows all; ratio
 """
 
 import copy
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +17,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
 import common
-from module_speed import summary
 from pages.costs import settled
 from rankfold._utils.evaluating import cache_for
+from rankfold._utils.hardware import in_rounds, seconds_of
 from rankfold.modules import METHOD_NAME
 
 DEFINITIONS = {
@@ -103,19 +102,11 @@ def measure(models: dict[str, nn.Module], batch: int, prompt: int, rounds: int, 
     """A row for each model, and for its matrices alone."""
     steps = {name: stepper(model, batch, prompt, rounds, compiled) for name, model in models.items()}
     steps |= {f"matrix products, {name}": products(model, batch) for name, model in models.items()}
-    speeds = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            if turn > 1:  # the first ones warm up caches and kernels
-                speeds[name].append(batch / (time.perf_counter() - begin))
-    found = {}
-    for prefix in ("", "matrix products, "):
-        dense, compressed = (speeds[f"{prefix}{name}"] for name in models)
-        found[f"{prefix}dense"] = {"tokens_per_second": statistics.median(dense)}
-        found[f"{prefix}compressed"] = summary(compressed, dense)
-    return found
+    calls = {name: partial(seconds_of, step, torch.device("cpu")) for name, step in steps.items()}
+    _, _, *found = in_rounds(calls, range(rounds + 2))  # the first ones warm up caches and kernels
+    speeds = {name: [batch / seconds[name] for seconds in found] for name in steps}
+    bare = {f"matrix products, {name}": speeds.pop(f"matrix products, {name}") for name in models}
+    return common.speeds(speeds) | common.speeds(bare)
 
 
 def stepper(model: nn.Module, batch: int, prompt: int, rounds: int, compiled: bool):

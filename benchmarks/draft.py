@@ -83,12 +83,6 @@ def asked(args: argparse.Namespace, source, tokens) -> tuple[Tensor, dict]:
     }
 
 
-def over(ratios: list[float]) -> dict:
-    """Return the median and the quartiles of the ratios of all rounds."""
-    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"ratio": ratio, "ratio quartiles": [low, high]}
-
-
 def compressed(source, tokens, sparsities: list[float], place: Path):
     """Yield the name and the model of every draft."""
 
@@ -160,14 +154,15 @@ def row(name: str, facts: dict[str, dict], seconds: dict[str, list[float]], para
     count = sum(map(len, mine["tokens"]))
     # Every forward of the dense model writes one token of its own beside those that it takes.
     accepted = {"accepted": (count - mine["forwards"]) / mine["proposed"]} if mine["proposed"] else {}
-    ratios = [base / own for own, base in zip(seconds[name], seconds[NONE], strict=True)]
+    ratio, quartiles = common.compared(seconds[NONE], seconds[name])
     return {
         "name": name,
         "parameters": parameters,
         **accepted,
         "tokens per forward": count / mine["forwards"],
         "tokens/s": statistics.median(count / one for one in seconds[name]),
-        **over(ratios),
+        "ratio": ratio,
+        "ratio quartiles": quartiles,
         "same": sum(one == other for one, other in zip(mine["tokens"], plain, strict=True)),
         "prompts": len(plain),
     }

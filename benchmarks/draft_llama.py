@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 import llama_tools
-from draft import DRAFTED, NONE, PROMPT, arguments, asked, over, parsed
+from draft import DRAFTED, NONE, PROMPT, arguments, asked, parsed
 from same_bytes import Files, model_name
 
 FORMAT = "Q4_0"
@@ -63,7 +63,7 @@ def compare(files: Files, prompts: list[str], args) -> list[dict]:
 
 def row(name: str, rounds: dict[str, list[float]], counts: dict | None, file: Path) -> dict:
     """Return one row of the record; the bytes are those of the draft, or of the dense model without one."""
-    ratios = [own / base for own, base in zip(rounds[name], rounds[NONE], strict=True)]
+    ratio, quartiles = common.compared(rounds[name], rounds[NONE])
     facts = {"tokens per forward": 1.0}
     if counts:
         forwards = counts["written"] - counts["accepted"]
@@ -71,7 +71,7 @@ def row(name: str, rounds: dict[str, list[float]], counts: dict | None, file: Pa
             "accepted": counts["accepted"] / counts["proposed"],
             "tokens per forward": counts["written"] / forwards,
         }
-    speed = {"tokens/s": statistics.median(rounds[name]), **over(ratios)}
+    speed = {"tokens/s": statistics.median(rounds[name]), "ratio": ratio, "ratio quartiles": quartiles}
     return {"name": name, "bytes": file.stat().st_size, **facts, **speed}
 
 

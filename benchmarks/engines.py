@@ -103,12 +103,10 @@ def add(record: common.Record, facts: dict, models: dict[str, Path], measure, ro
             common.say(f"{facts['engine']} {facts['dtype']}, round {number + 1}, {name}: {found[name][-1]}")
     for name in (*(name for name in models if name != "dense"), "dense"):
         speeds = {what: statistics.median(one[what] for one in found[name]) for what in found[name][0]}
-        pairs = list(zip(found[name], found["dense"], strict=True))
         row = facts | {"model": name, "rounds": rounds, "bytes": size(models[name])} | speeds
         for what in speeds if name != "dense" else ():
-            ratios = [one[what] / other[what] for one, other in pairs]
-            low, row[f"{what} ratio"], high = statistics.quantiles(ratios, n=4, method="inclusive")
-            row[f"{what} ratio quartiles"] = [low, high]
+            mine, dense = ([one[what] for one in found[key]] for key in (name, "dense"))
+            row[f"{what} ratio"], row[f"{what} ratio quartiles"] = common.compared(mine, dense)
         record.add(f"{facts['engine']} {facts['dtype']} {name}", **row)
 
 

@@ -11,13 +11,14 @@ Speed depends on shapes, not on values, so the models are calibrated on little t
     python benchmarks/module_speed.py junctions --batch 1
 """
 
-import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import common
 from pages.costs import settled
 from rankfold import load, make_method
+from rankfold._utils.hardware import in_rounds
 from rankfold.evaluation.speed import prompts, run
 from speed import make
 
@@ -92,46 +93,31 @@ def measure(record: common.Record, source, sparsity: float, args) -> None:
         for dtype in wanted:
             models = {"dense": load(common.model_path(args.model), dtype=dtype)}
             models |= {name: load(path, dtype=dtype) for name, path in small.items()}
-            found = in_rounds(models, **shapes(args), least=args.least, most=args.most)
+            found = measured(models, **shapes(args), least=args.least, most=args.most)
             record.add(f"{dtype} {at}", dtype=dtype, **facts, **found)
             for kind in KINDS:
                 common.say(f"{kind}: " + ", ".join(f"{name} {settled(found['models'][name][kind])}" for name in small))
 
 
-def in_rounds(models: dict, *, batch: int, prompt: int, steps: int, least: int, most: int) -> dict:
+def measured(models: dict, *, batch: int, prompt: int, steps: int, least: int, most: int) -> dict:
     """Return ``{"rounds", "models": {name: {kind: summary}}}``; the others are compared with the first model."""
     ids = prompts(models, batch, prompt)
-    names, tokens = list(models), dict(zip(KINDS, (batch * prompt, batch * steps), strict=True))
-    speeds = {name: {kind: [] for kind in KINDS} for name in names}
-    for turn in range(most + 1):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds = run(models[name], ids, steps)
-            if turn:  # the first round warms up caches and kernels
-                for kind, taken in zip(KINDS, seconds, strict=True):
-                    speeds[name][kind].append(tokens[kind] / taken)
-        if turn >= least and all(apart(found[kind]) for found in summaries(speeds).values() for kind in KINDS):
+    speeds = {kind: {name: [] for name in models} for kind in KINDS}
+    calls = {name: partial(run, model, ids, steps) for name, model in models.items()}
+    for turn, seconds in enumerate(in_rounds(calls, range(most + 1))):
+        for name, taken in seconds.items() if turn else ():  # the first round warms up caches and kernels
+            for kind, tokens, one in zip(KINDS, (batch * prompt, batch * steps), taken, strict=True):
+                speeds[kind][name].append(tokens / one)
+        if turn >= least and all(map(apart, (one for mine in speeds.values() for one in common.speeds(mine).values()))):
             break
     common.say(f"{turn} rounds")
-    dense = {kind: {"tokens_per_second": statistics.median(speeds[names[0]][kind])} for kind in KINDS}
-    return {"rounds": turn, "models": {names[0]: dense} | summaries(speeds)}
-
-
-def summaries(speeds: dict) -> dict:
-    """Return the summaries of all models but the first."""
-    first, *others = speeds
-    return {name: {kind: summary(speeds[name][kind], speeds[first][kind]) for kind in KINDS} for name in others}
-
-
-def summary(mine: list[float], reference: list[float]) -> dict:
-    ratios = [a / b for a, b in zip(mine, reference, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"tokens_per_second": statistics.median(mine), "ratio": middle, "quartiles": [low, high]}
+    found = {kind: common.speeds(mine) for kind, mine in speeds.items()}
+    return {"rounds": turn, "models": {name: {kind: found[kind][name] for kind in KINDS} for name in models}}
 
 
 def apart(found: dict) -> bool:
-    """Return whether the middle half of the ratios is on one side of 1."""
-    low, high = found["quartiles"]
+    """Return whether the middle half of the ratios is on one side of 1; there are none of the first model."""
+    low, high = found.get("quartiles", (0, 0))
     return low > 1 or high < 1
 
 

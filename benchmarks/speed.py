@@ -11,7 +11,7 @@ purpose is calibrated on little text (16 x 512 tokens).
 import argparse
 import statistics
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 import common
 from rankfold import compress, load, load_calibration, make_method
+from rankfold._utils.hardware import in_rounds, seconds_of
 from rankfold.architectures import architecture_of
 from rankfold.evaluation.speed import speed
 
@@ -108,18 +109,17 @@ def blocks_speed(models: dict[str, nn.Module], batch: int, length: int, repeats:
     vocabulary = min(m.config.get_text_config().vocab_size for m in models.values())
     ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
     inputs = {name: calls_of(model, ids) for name, model in models.items()}
-    names, rounds = list(models), []
-    for turn in range(repeats + 1):
-        shift, values = turn % len(names), {}
-        for name in names[shift:] + names[:shift]:
-            hidden, calls = inputs[name]
-            begin = time.perf_counter()
-            for block, args, kwargs in calls:
-                output = block(hidden, *args, **kwargs)
-                hidden = output[0] if isinstance(output, tuple) else output
-            values[name] = batch * length / (time.perf_counter() - begin)
-        rounds.append(values)
-    return {name: paired([r[name] for r in rounds[1:]], [r[names[0]] for r in rounds[1:]]) for name in names}
+
+    def run(hidden: torch.Tensor, calls: list[tuple[nn.Module, tuple, dict]]) -> None:
+        for block, args, kwargs in calls:
+            output = block(hidden, *args, **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+
+    steps = {name: partial(seconds_of, partial(run, *given), ids.device) for name, given in inputs.items()}
+    _, *rounds = in_rounds(steps, range(repeats + 1))
+    speeds = {name: [batch * length / seconds[name] for seconds in rounds] for name in models}
+    dense = next(iter(speeds.values()))
+    return {name: paired(mine, dense) for name, mine in speeds.items()}
 
 
 def paired(mine: list[float], reference: list[float]) -> dict:

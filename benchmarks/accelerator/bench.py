@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import common
-from rankfold._utils.hardware import now
+from rankfold._utils.hardware import seconds_of
 from rankfold.report.record import peak_memory_bytes
 
 LEAST_SECONDS = 0.2  # that runs of a short operation take together
@@ -65,16 +65,12 @@ class Bench:
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
         """Return the median seconds of a call, with all work of the device; the first counts only if it is long."""
-        begin = now(self.device)
-        run()
-        first = now(self.device) - begin
+        first = seconds_of(run, self.device)
         if first > LONG_SECONDS:
             return first
         found: list[float] = []
         while len(found) < repeats or (sum(found) < LEAST_SECONDS and not self.is_tiny and len(found) < 200):
-            begin = now(self.device)
-            run()
-            found.append(now(self.device) - begin)
+            found.append(seconds_of(run, self.device))
         return statistics.median(found)
 
 

@@ -5,18 +5,18 @@ Speed depends on shapes, not on values, so weights are random and a compressed m
 
 import copy
 import re
-import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 
+import common
 import rankfold
 from decode import modules_of
-from module_speed import summary
 from rankfold._utils.evaluating import cache_for
-from rankfold._utils.hardware import now
+from rankfold._utils.hardware import in_rounds, seconds_of
 from rankfold.modules import METHOD_NAME
 
 from .bench import Bench, empty_cache
@@ -124,16 +124,7 @@ def _kernels(step: Callable[[], object]) -> list[str]:
 
 def _in_rounds(bench: Bench, steps: dict[str, Callable[[], object]], tokens: int, rounds: int) -> dict[str, dict]:
     """Return name -> tokens per second; of all but the first also the ratio to it."""
-    names, speeds = list(steps), {name: [] for name in steps}
-    for turn in range(rounds + 3):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            begin = now(bench.device)
-            steps[name]()
-            seconds = now(bench.device) - begin
-            if turn > 2:  # the first ones warm up kernels, caches and graphs
-                speeds[name].append(tokens / seconds)
-    first, *others = names
-    found = {first: {"tokens_per_second": statistics.median(speeds[first])}}
+    calls = {name: partial(seconds_of, step, bench.device) for name, step in steps.items()}
+    _, _, _, *found = in_rounds(calls, range(rounds + 3))  # the first ones warm up kernels, caches and graphs
     empty_cache(bench.device)
-    return found | {name: summary(speeds[name], speeds[first]) for name in others}
+    return common.speeds({name: [tokens / seconds[name] for seconds in found] for name in steps})
