@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ..errors import OptionError, suggestion
+from ..errors import OptionError, check_choice
 from ..methods import make_method, method_class
 from .options import parse_as, parse_modules
 
@@ -59,9 +59,7 @@ def _value(name: str, key: str, value: str, item: str):
     known = {f.name: f.default for f in fields(method_class(name)) if f.name != "sparsity"}
     if key == "sparsity":
         raise OptionError(f"the sparsities of all methods are given by --sparsities, not by {item!r}")
-    if key not in known:
-        hint = suggestion(key, [*known, "mode"])
-        raise OptionError(f"unknown {name} option {key!r}; {hint}available: {', '.join([*known, 'mode'])}")
+    check_choice(f"{name} option", key, [*known, "mode"])
     if key == "modules":
         return parse_modules(value.replace("+", ","))
     if key == "exclude_blocks":

@@ -13,7 +13,7 @@ from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
-from ..errors import OptionError, UnsupportedModelError, option, suggestion
+from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.dense_model import DenseModel
 from ..version import __version__
 from .deci import deci_form, write_deci
@@ -117,8 +117,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         UnsupportedModelError: the form cannot express the model.
         CheckpointError: the model cannot be read, the output cannot be written, or computes something else.
     """
-    if format not in FORMATS:
-        raise OptionError(f"unknown format {format!r}; {suggestion(format, FORMATS)}available: {', '.join(FORMATS)}")
+    check_choice("format", format, FORMATS)
     output, chosen, quantised = Path(output), FORMATS[format], dtype == QUANTISED
     if output.suffix.lower() == GGUF and not format.startswith("gguf"):
         raise OptionError(
