@@ -86,11 +86,6 @@ class BlockFiles:
         facts = read_json(self._report(index))
         return BlockResult(facts["modules"], {}, facts["reports"]), set(facts["changed"])
 
-    def write_rest(self, source) -> None:
-        """Write the tensors outside the blocks, and the index of all."""
-        self.shards.write(self.shards.blocks, source.outer_state())
-        self.shards.write_index()
-
     def check(self, config, source) -> PreTrainedModel:
         """Return the empty model that the config describes, once names and shapes on the disk are its own.
 

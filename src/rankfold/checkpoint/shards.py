@@ -29,8 +29,9 @@ class Shards:
         """Write a shard, durably."""
         write_tensors(self.path(place), state, {"format": "pt"})
 
-    def write_index(self) -> None:
-        """Say which shard has which tensor; all of them must be there."""
+    def finish(self, outer: dict[str, Tensor]) -> None:
+        """Write the tensors outside the blocks, and which shard has which tensor; all blocks must be there."""
+        self.write(self.blocks, outer)
         weight_map, size = {}, 0
         for index in range(self.blocks + 1):
             path = self.path(index)

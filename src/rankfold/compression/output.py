@@ -138,7 +138,7 @@ class FolderWriter(BlockWriter):
         """Write what is not in the blocks, check the whole, and give the folder its name."""
         self._written()
         source = self.source
-        self.files.write_rest(source)
+        self.files.shards.finish(source.outer_state())
         self.probe.check(self.folder.path, self.files.check(config, source))
         record = self.folder.write_rest(source, config, card, record)
         output = self.folder.publish()

@@ -29,8 +29,7 @@ def write_folder(source: DenseModel, form: Form, folder: Path, probe: Probe) -> 
         state = padded_state(view, stock, source.dtype, form.places)
         shards.write(index, {f"{view.path}.{name}": tensor for name, tensor in state.items()})
         probe.follow(view)
-    shards.write(len(source), source.outer_state())
-    shards.write_index()
+    shards.finish(source.outer_state())
     again = form.empty(torch.float32)
     shards.check(again)
     form.config.architectures, form.config.dtype = [type(source.model).__name__], source.dtype

@@ -101,8 +101,7 @@ def _frequency_factors(empty: PreTrainedModel, form: Form) -> np.ndarray | None:
 
 def _tensors(source: DenseModel, form: Form, empty: PreTrainedModel, probe: Probe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name in transformers; the probe follows."""
-    for name, tensor in source.outer_state().items():
-        yield name, tensor
+    yield from source.outer_state().items()
     for index in track(range(len(source)), "exporting"):
         view = source.block(index)
         for name, tensor in padded_state(view, form.view(empty, index), source.dtype, form.places).items():

@@ -253,8 +253,7 @@ class Blockwise:
         for place in range(len(self.student)):
             shards.write(place, load_file(self.shards.path(place)))
         outer = {name: as_written(name, tensor, self.written) for name, tensor in self.student.outer_state().items()}
-        shards.write(len(self.student), outer)
-        shards.write_index()
+        shards.finish(outer)
         config: Any = self.model.config
         description: Any = described(config)
         if description is not None:
