@@ -140,16 +140,7 @@ def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, b
 
 def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
     """Count a weight of a linear layer once, and a query head dimension once for each of ``context`` positions."""
-    if source.architecture.mixers:
-        raise UnsupportedModelError(
-            f"{source.architecture.model_type} mixes tokens by more than attention, whose multiply-accumulates no "
-            "formula here counts; use another budget"
-        )
-    if source.architecture.experts or source.architecture.mlp is None:
-        raise UnsupportedModelError(
-            f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter "
-            "of shapes; use another budget"
-        )
+    check_countable(source.architecture, "use another budget")
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
         return unit.size(rank) + attended_macs(view, unit.module, rank) * context
@@ -160,6 +151,20 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
         passed = token_modules(source.model, source.architecture, writes=not source.part.takes_images)
     linear = sum(m.weight.numel() for m in passed if isinstance(m, nn.Linear | Conv1D))
     return size, linear + sum(2 * a.heads * a.head_dim * context for a in attention), {"context": context}
+
+
+def check_countable(architecture: Architecture, advice: str) -> None:
+    """Raise :class:`UnsupportedModelError` where multiply-accumulates do not follow from shapes."""
+    if architecture.mixers:
+        raise UnsupportedModelError(
+            f"{architecture.model_type} mixes tokens by more than attention, whose multiply-accumulates no formula "
+            f"here counts; {advice}"
+        )
+    if architecture.experts or architecture.mlp is None:
+        raise UnsupportedModelError(
+            f"{architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter of "
+            f"shapes; {advice}"
+        )
 
 
 def token_modules(model: Any, architecture: Architecture, *, writes: bool = True) -> list[nn.Module]:

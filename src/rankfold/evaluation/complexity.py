@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .._utils.evaluating import cache_for, states_of_tokens
 from ..architectures import BlockView, architecture_of
-from ..compression.budget import attended_macs, token_modules
+from ..compression.budget import attended_macs, check_countable, token_modules
 from ..errors import OptionError, UnsupportedModelError
 from ..models.dense_model import DenseModel
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
@@ -88,16 +88,7 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
     architecture, config = architecture_of(model), model.config.get_text_config()
     if architecture.derived:
         raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
-    if architecture.mixers:
-        raise UnsupportedModelError(
-            f"{architecture.model_type} mixes tokens by more than attention, whose MACs no formula here counts; use "
-            "counted_macs"
-        )
-    if architecture.experts or architecture.mlp is None:
-        raise UnsupportedModelError(
-            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; "
-            "use counted_macs"
-        )
+    check_countable(architecture, "use counted_macs")
     attention = 0
     for index, block in enumerate(model.get_submodule(architecture.blocks).children()):
         module = block.get_submodule(architecture.attention.path)
