@@ -19,8 +19,8 @@ from ...linalg.pair_tucker import moments as head_moments
 from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
-from .factor import Fit, Input, Target, local, prepare, product
-from .layout import INPUTS, QKV, Slot, column_weights, dense_projections, slots
+from .factor import Fit, Input, Target, inputs_of, local, product
+from .layout import QKV, Slot, column_weights, dense_projections, slots
 from .measures import AttendedError, HeadError, InHeads, Measure, ScoreError, of_heads, on_heads
 from .report import Report
 from .storing import in_junction, store_all
@@ -49,22 +49,13 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
 
 def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
     """Unrounded factors of every module: joint where the method says so, local otherwise."""
-    joint, inputs, fits = method.joint_forms(view), {}, {}
-    weights = column_weights(method, view, moments)
-
-    def given(module: str, mean_into: str | None = None) -> Input:
-        passes = mean_into is None or view.attention.averages
-        centred = method.centres(dense[mean_into or module]) and passes
-        key = (INPUTS[module], centred, module if weights else None)
-        if key not in inputs:
-            inputs[key] = prepare(method, moments, key[0], centred=centred, weights=weights.get(module))
-        return inputs[key]
-
+    joint, fits, given = method.joint_forms(view), {}, inputs_of(method, moments, column_weights(method, view, moments))
+    centred = {m: method.centres(projection) for m, projection in dense.items()}
     if "qk" in joint and {"q", "k"} <= ranks.keys():
-        fits |= _joint_qk(view, given("q"), moments, ranks, layout, dense)
-    if "vo" in joint and {"v", "o"} <= ranks.keys():
-        fits |= _joint_vo(view, given("v", mean_into="o"), moments, ranks, layout, dense)
-    return fits | {m: local(layout[m], dense[m], given(m), ranks[m]) for m in ranks if m not in fits}
+        fits |= _joint_qk(view, given("q", centred["q"]), moments, ranks, layout, dense)
+    if "vo" in joint and {"v", "o"} <= ranks.keys():  # the output's bias takes the mean, where that passes
+        fits |= _joint_vo(view, given("v", centred["o"] and view.attention.averages), moments, ranks, layout, dense)
+    return fits | {m: local(layout[m], dense[m], given(m, centred[m]), ranks[m]) for m in ranks if m not in fits}
 
 
 def _heads(dense: Dense, heads: int):

@@ -3,6 +3,8 @@
 Shape legend: O outputs, N inputs, R latent width.
 """
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from ...calibration.moments import BlockMoments
 from ...linalg.lowrank import bias_update, low_rank, metric_error
 from ...linalg.preconditioner import Preconditioner, input_weights, preconditioner
 from ...linalg.sparse import low_rank_plus_sparse, sparse
-from .layout import QKV, Slot
+from .layout import INPUTS, QKV, Slot
 from .measures import Measure, OutputError
 from .report import Report
 
@@ -66,6 +68,20 @@ def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, wei
     fitted = moment.within_windows() if method.features else C
     precond = preconditioner(fitted, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
     return Input(statistic, C, moment.mean, precond, centred)
+
+
+def inputs_of(method, moments: BlockMoments, weights: Mapping[str, Tensor]) -> Callable[[str, bool], Input]:
+    """Return a function that prepares the input of a module, centred or not; each once.
+
+    Args:
+        weights: module -> importance of its columns, see :func:`prepare`.
+    """
+
+    @functools.cache
+    def prepared(statistic: str, centred: bool, alone: str | None) -> Input:
+        return prepare(method, moments, statistic, centred=centred, weights=weights.get(alone or ""))
+
+    return lambda module, centred: prepared(INPUTS[module], centred, module if weights else None)
 
 
 def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:

@@ -3,16 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from ..._utils.memory import release_memory
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
 from ..base import BlockResult
 from ..result import put_projection
-from .factor import Fit, local, prepare, product
-from .layout import INPUTS, Slot, column_weights, dense_projections, slots
+from .factor import Fit, inputs_of, local, product
+from .layout import Slot, column_weights, dense_projections, slots
 from .measures import MLPError, mlp_of
 from .report import Report
 from .storing import store_all
@@ -26,7 +24,9 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
     weights = column_weights(method, view, moments)
     result = BlockResult()
     for modules in _together(method, view, ranks):
-        fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments, weights)
+        given = inputs_of(method, moments, weights)
+        fits = {m: local(layout[m], dense[m], given(m, method.centres(dense[m])), ranks[m]) for m in modules}
+        del given  # it keeps what it has prepared
         if len(modules) > 1 and "down" in modules:
             fits = _joint(method, moments, fits, layout, dense)
         latents, reports, errors = store_all(layout, fits, dense, moments)
@@ -45,20 +45,6 @@ def _together(method, view: BlockView, ranks: dict[str, int]) -> list[list[str]]
         return [list(ranks)]
     rising = [m for m in ranks if m != "down"]
     return [group for group in (rising, [m for m in ranks if m == "down"]) if group]
-
-
-def _local(
-    method, ranks: dict[str, int], layout: dict[str, Slot], dense: dict[str, Dense], moments, weights: dict[str, Tensor]
-) -> dict[str, Fit]:
-    inputs, fits = {}, {}
-    for module, rank in ranks.items():
-        statistic = INPUTS[module]
-        centred = method.centres(dense[module])
-        key = (statistic, centred, module if weights else None)
-        if key not in inputs:
-            inputs[key] = prepare(method, moments, statistic, centred=centred, weights=weights.get(module))
-        fits[module] = local(layout[module], dense[module], inputs[key], rank)
-    return fits
 
 
 def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
