@@ -227,14 +227,14 @@ def test_the_covariance_within_windows_of_different_lengths():
     class View(nn.Module):
         pass
 
-    from rankfold.calibration.observers import Batch, InputObserver
+    from rankfold.calibration.observers import InputObserver, RanBatch
 
     layer = nn.Identity()
     observer = InputObserver(layer, absolute=False, windows=True)
     handles = observer.hooks()
     for window in windows:
         layer(window[None].float())
-        observer.after(Batch(window[None].float(), {}, None))
+        observer.after(RanBatch(window[None].float(), {}, None))
     for handle in handles:
         handle.remove()
     moment: Moment = observer.finish()

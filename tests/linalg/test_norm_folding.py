@@ -38,7 +38,7 @@ def test_a_layer_norm_is_an_rms_norm_between_folded_layers_in_any_coordinates(la
 
 def test_what_is_not_there_stays_away(layers):
     _, norm, reader = layers
-    assert fold_norm(reader.weight, None, norm.weight, None).bias is None
+    assert fold_norm(reader.weight, None, norm.weight, None)[1] is None
     W, b = fold_norm(reader.weight, reader.bias, None, None)
     assert torch.equal(W, reader.weight) and torch.equal(b, reader.bias)
-    assert torch.equal(fold_norm(reader.weight, None, None, norm.bias).bias, reader.weight @ norm.bias)
+    assert torch.equal(fold_norm(reader.weight, None, None, norm.bias)[1], reader.weight @ norm.bias)

@@ -20,7 +20,7 @@ from ..architectures import Norm, read_linear
 from .moments import CrossMoment, CrossSums, Moment, Samples, VectorMoment, accumulator
 
 
-class Batch(NamedTuple):
+class RanBatch(NamedTuple):
     """What went through a block."""
 
     hidden: Tensor  # (B, T, D)
@@ -46,7 +46,7 @@ class Observer:
         """Hang hooks on the block; returns their handles."""
         return ()
 
-    def after(self, batch: Batch) -> None:
+    def after(self, batch: RanBatch) -> None:
         """A batch has run."""
 
     def finish(self) -> Moment | CrossMoment:

@@ -22,12 +22,11 @@ from .._utils.present import present
 from .._utils.processes import gather, own_shards, process_index
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
-from ..data.batches import Batch as Given
-from ..data.batches import Data, Example, batches, ids_of, shard_of
+from ..data.batches import Batch, Data, Example, batches, ids_of, shard_of
 from ..errors import NumericsError, UnsupportedModelError, option
 from .forward import forward
 from .moments import NO_OWNERS, BlockMoments, check_finite, sum_shards
-from .observers import Batch, DenseBatch, LayerInput, Observer
+from .observers import DenseBatch, LayerInput, Observer, RanBatch
 from .offload import Offload
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
@@ -284,7 +283,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 @time_spent("forward")
-def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
+def outputs(source, ids: Batch, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
     """What the model's own norm, and head where it writes text, make of one batch of a stream behind the last block.
 
     Args:
@@ -316,7 +315,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     return found
 
 
-def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
+def outputs_at(source, ids: Batch, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
     """:func:`outputs` at some positions; others are not computed where the model can leave them out."""
     keeps = _leaves_out(source)
     found = outputs(source, ids, stream, hidden, keep=positions if keeps else None)
@@ -328,7 +327,7 @@ def _leaves_out(source) -> bool:
     return "logits_to_keep" in inspect.signature(source.model.forward).parameters
 
 
-def targets_of(source, batch: Given) -> Tensor:
+def targets_of(source, batch: Batch) -> Tensor:
     """``(B, T)`` tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
     ids: Any = ids_of(batch)
     ids = ids.to(source.device)
@@ -337,7 +336,7 @@ def targets_of(source, batch: Given) -> Tensor:
 
 
 def predictions(
-    source, ids: Given, stream: Stream, hidden: Tensor, *, positions: int
+    source, ids: Batch, stream: Stream, hidden: Tensor, *, positions: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time;
     those where only images follow are left out.
@@ -421,7 +420,7 @@ def _measure_shard(
     observers = observers_for(view, statistics, stream.tokens, shard.first)
     with _watched(observers.values(), None if step else _end(view, statistics)):
         for i, kwargs, output in _forward(view, stream, view.module, shard.batches):
-            batch = Batch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
+            batch = RanBatch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
             with time_spent("moments"):
                 for observer in observers.values():
                     observer.after(batch)

@@ -8,19 +8,10 @@ shift go into what reads the norm, ``M`` into everything that writes to the stre
 3.2.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 
-class Affine(NamedTuple):
-    """``y = W x + b``."""
-
-    weight: Tensor  # (out, in)
-    bias: Tensor | None  # (out,)
-
-
-def fold_norm(W: Tensor, b: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Affine:
+def fold_norm(W: Tensor, b: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
     r"""The projection that reads ``n`` instead of ``scale * n + shift``: :math:`W \operatorname{diag}(s)`,
     ``b + W shift``.
 
@@ -29,13 +20,13 @@ def fold_norm(W: Tensor, b: Tensor | None, scale: Tensor | None, shift: Tensor |
         scale, shift: ``(D,)``, or ``None`` for 1 and 0.
 
     Returns:
-        With a bias where ``b`` or ``shift`` is there; dtypes as those of ``W``.
+        Weight and bias; a bias where ``b`` or ``shift`` is there; dtypes as those of ``W``.
     """
     bias = b
     if shift is not None:
         moved = W @ shift.to(W)
         bias = moved if b is None else b.to(W) + moved
-    return Affine(W if scale is None else W * scale.to(W), bias)
+    return W if scale is None else W * scale.to(W), bias
 
 
 def centre_columns(W: Tensor) -> Tensor:

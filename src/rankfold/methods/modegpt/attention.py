@@ -52,7 +52,7 @@ def compress_attention(
         put_attention(result, attention, projections, widths["qk"], widths["vo"], pairs, norms=norms)
 
 
-class Part(NamedTuple):
+class CompressedHalf(NamedTuple):
     """One half of an attention, compressed."""
 
     projections: dict[str, Dense]  # the new ones
@@ -62,14 +62,14 @@ class Part(NamedTuple):
     norms: dict[str, Tensor] | None = None  # of queries and keys, where they are normalised
 
 
-def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], CompressedHalf]:
     """Return the queries and keys of any rank: Algorithm 2, or the optimum where nothing sits between them."""
     if is_free(method, attention):
         return _free_qk(attention, moments, dense)
     return partial(_selected_qk, method, attention, moments, dense)
 
 
-def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
+def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> CompressedHalf:
     choice = _choose(method, attention, moments, rank)
     keep = choice.keep  # (K, R)
     C_q, C_k = (moments[name].second.double() for name in ("query", "key"))
@@ -89,7 +89,7 @@ def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Den
         norms, errors = predict_norms(attention, moments, (_of_queries(keep, attention), keep))
         report |= dict(zip(("query_norm_error", "key_norm_error"), errors, strict=True))
         report["expected_error"] = _with_norms(report["relative_error"], errors)
-    return Part(projections, report, error, choice.pairs if attention.rotary_dim else None, norms)
+    return CompressedHalf(projections, report, error, choice.pairs if attention.rotary_dim else None, norms)
 
 
 def is_free(method, attention: AttentionView) -> bool:
@@ -132,7 +132,7 @@ def _score_error(moments: BlockMoments, keep: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("kij,ki,kj->", M, dropped, dropped), M.sum()
 
 
-def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], CompressedHalf]:
     """No rotation between queries and keys: the optimum is an SVD, biases included in the moments."""
 
     def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Call
 
     factors = paired_factors(*metrics(moments))
 
-    def at(rank: int) -> Part:
+    def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)
         projections = {
             "q": map_heads(dense["q"], _of_queries(fit.up.mT, attention)),
@@ -148,14 +148,14 @@ def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Call
         }
         error, total = torch.stack(_pair_error(*metrics(moments), fit)).tolist()
         report = {"form": "svd", "relative_error": relative(error, total), "error": error}
-        return Part(
+        return CompressedHalf(
             projections, report, lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist())
         )
 
     return at
 
 
-def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], CompressedHalf]:
     """Return the values and outputs of any rank: Algorithm 3, jointly over the query heads that share a value head.
 
     Attention weights sum to one, so a constant passes through them: where the output projection has a bias, the value
@@ -181,7 +181,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     elif method.gqa == "paper" and attention.heads != K:
         factors = paired_factors(A, torch.eye(A.shape[-1]).to(A).expand_as(A))
 
-    def at(rank: int) -> Part:
+    def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)
         new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
         new_v, bias = map_heads(v, fit.down), o.bias
@@ -196,7 +196,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         report = {"relative_error": relative(error, total), "error": error, "proposition_3": optimum}
         if root is not None:
             report["weighted_error"] = relative(fit.error.sum().item(), fit.singular_values.square().sum().item())
-        return Part(
+        return CompressedHalf(
             {"v": new_v, "o": Dense(new_o, bias)},
             report,
             lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),

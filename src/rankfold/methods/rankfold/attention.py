@@ -14,7 +14,7 @@ from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_factors
 from ...linalg.psd import relative
 from ..base import BlockResult
-from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, values_move
+from ..modegpt.attention import GRADIENT, CompressedHalf, compress_attention, map_heads, values_move
 from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.output_weighting import output_root, predicted_loss, weighted
 from .remove_module import without_attention
@@ -35,7 +35,7 @@ def values_of(method, view: BlockView):
     return compress_vo if method.attends(view) else values_alone
 
 
-def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], CompressedHalf]:
     """Return the values and outputs of any rank: Algorithm 3 on what attention sends, then a refit across heads.
 
     Attention averages values, so what it sends has another second moment than the values have. Where the output
@@ -52,7 +52,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     C, root = metric(sent), output_root(moments, GRADIENT)
     factors, groups = paired_factors(*_of_heads(C, weighted(root, W), attention)), attention.heads // K
 
-    def at(rank: int) -> Part:
+    def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)
         down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
         refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
@@ -76,7 +76,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         if root is not None:
             losses = [predicted_loss(moments[GRADIENT], M, C) for M in (refit.gap(W), W)]
             report |= {"weighted_error": relative(*losses), "predicted_loss": losses[0]}
-        return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
+        return CompressedHalf({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
 
     return at
 

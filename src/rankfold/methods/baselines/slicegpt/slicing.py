@@ -51,7 +51,7 @@ def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
     if rank == width_of(view):
         report = {STREAM: {"rank": rank, "of": rank, "relative_error": 0.0}}
         return [CompressionStep({"stream_input"}, lambda *_: BlockResult(reports=report))]
-    slicing = Slicing(view, rank)
+    slicing = SlicedBlock(view, rank)
     found = [CompressionStep({"stream_input"}, slicing.enter)] if slicing.first else []
     if view.middle is not None:
         found.append(CompressionStep({"stream_middle"}, slicing.turn))
@@ -70,7 +70,7 @@ def slicing_work(view: BlockView, rank: int) -> Work:
     return found + multiplying(sum(p.numel() for p in view.module.parameters()) // width, width, rank)
 
 
-class Slicing:
+class SlicedBlock:
     """One block, and the coordinates its stages have found so far."""
 
     def __init__(self, view: BlockView, rank: int):
