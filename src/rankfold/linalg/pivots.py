@@ -6,7 +6,8 @@ Shape legend: N columns, R rows.
 import torch
 from torch import Tensor
 
-from rankfold.linalg.psd import all_finite
+from .elimination import others
+from .psd import all_finite
 
 
 @torch.no_grad()
@@ -41,9 +42,7 @@ def row_order(swaps: Tensor, size: int) -> Tensor:
 
 def split_pivots(pivots: Tensor, size: int) -> Tensor:
     """Permutation of ``range(size)``: the pivots, then the rest, both ascending."""
-    rest = torch.ones(size, dtype=torch.bool, device=pivots.device)
-    rest[pivots] = False
-    return torch.cat([pivots.sort().values, rest.nonzero()[:, 0]])
+    return torch.cat([pivots.sort().values, others(pivots, size).nonzero()[:, 0]])
 
 
 def eliminate(Q: Tensor, order: Tensor, limit: float | None, what: str, instead: str) -> tuple[Tensor, float]:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ....architectures import BlockView, Dense
 from ....calibration.moments import BlockMoments, Moment
+from ....linalg.elimination import others
 from ....linalg.kronecker import compensated, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
 from ....linalg.psd import damped
 from ....linalg.slicing import channels_of, largest
 from ...work import Work
 from .gradients import GradientSlicing
-from .units import Sliceable, complement, sliceable
+from .units import Sliceable, sliceable
 
 FACTOR = "the Fisher factor"
 DAMPING = 0.01  # of the mean diagonal of a factor, LLM Surgeon's
@@ -111,7 +112,8 @@ class LLMSurgeon(KroneckerSlicing):
         return output.bias is not None
 
     def lost(self, units: Sliceable, moments: BlockMoments, keep: Tensor) -> Tensor:
-        kept, dropped = (channels_of(k, units.channels) for k in (keep, complement(keep, units.count)))
+        gone = others(keep, units.count).nonzero()[:, 0]
+        kept, dropped = (channels_of(some, units.channels) for some in (keep, gone))
         A = damped(self.input_metric(units.output, moments[units.statistic]), DAMPING, name=FACTOR)
         lost = units.output.weight.double().clone()
         lost[:, kept] -= compensated(lost.T, A, kept, dropped).T

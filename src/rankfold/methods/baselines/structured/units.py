@@ -129,10 +129,3 @@ def _heads(attention: AttentionView, layers: dict[str, Dense]) -> HeadGroups:
 
 def _rows(layer: Dense) -> Tensor:
     return torch.arange(len(layer.weight), device=layer.weight.device)
-
-
-def complement(keep: Tensor, count: int) -> Tensor:
-    """``(n - r,)`` ascending: the units that go."""
-    gone = torch.ones(count, dtype=torch.bool, device=keep.device)
-    gone[keep] = False
-    return gone.nonzero()[:, 0]
