@@ -1,6 +1,6 @@
 """How many ranks each module keeps: budgets, allocations, exact counts.
 
-An allocation is one file here and one line in :data:`ALLOCATIONS` (docs/add-an-allocation.md); one of another package
+An allocation is one file here and one entry of :data:`ALLOCATIONS` (docs/add-an-allocation.md); one of another package
 adds itself to that table.
 """
 
@@ -62,13 +62,6 @@ __all__ = [
 ]
 
 ALLOCATIONS: dict[str, type[Allocation]] = {
-    "uniform": Uniform,
-    "influence": Influence,
-    "influence-modules": ModuleInfluence,
-    "owl": OWL,
-    "spectrum": Spectrum,
-    "measured": Measured,
-    "least-influence": LeastInfluence,
-    "greedy": Greedy,
-    "zero-sum": ZeroSum,
+    cls.name: cls
+    for cls in (Uniform, Influence, ModuleInfluence, OWL, Spectrum, Measured, LeastInfluence, Greedy, ZeroSum)
 }

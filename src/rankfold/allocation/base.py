@@ -68,7 +68,7 @@ class Share(NamedTuple):
 class Allocation(Named):
     """Which ranks the modules get within a budget.
 
-    Subclasses have a ``name`` and a line in :data:`rankfold.allocation.ALLOCATIONS`.
+    Subclasses have a ``name`` and are listed in :data:`rankfold.allocation.ALLOCATIONS`.
     """
 
     kind: ClassVar[str] = "allocation"

@@ -72,9 +72,4 @@ class Latency(ContextBudget):
     is_timed: ClassVar[bool] = True
 
 
-BUDGETS: dict[str, type[Budget]] = {
-    "parameters": Parameters,
-    "bytes": Bytes,
-    "flops": FLOPs,
-    "latency": Latency,
-}
+BUDGETS: dict[str, type[Budget]] = {cls.name: cls for cls in (Parameters, Bytes, FLOPs, Latency)}
