@@ -1,6 +1,5 @@
 """What is measured of every model of a comparison: functions of a model that return numbers."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from ..data.batches import digest_of
 from ..data.calibration_data import shown
 from ..data.text import Text, named_column
 from ..errors import DataError
@@ -80,7 +80,7 @@ class Perplexities:
                 **({"text_column": self.text_column} if self.text_column else {}),
                 "windows": len(windows),
                 "length": windows.shape[1],
-                "sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:32],
+                "sha256": digest_of(windows),
             }
             for label, text, windows, limit in zip(self.labels, self.texts, self.windows, self.limits, strict=True)
         ]
