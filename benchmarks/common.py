@@ -216,6 +216,21 @@ def again(source: DenseModel) -> DenseModel:
     return fresh
 
 
+def llama(
+    width: int, hidden: int, heads: int, kv_heads: int, blocks: int, vocabulary: int, **others
+) -> transformers.LlamaConfig:
+    """Return the config of a Llama of these sizes."""
+    return transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=blocks,
+        vocab_size=vocabulary,
+        **others,
+    )
+
+
 def data_file(folder: str | None, name: str) -> Path:
     """A file under ``--data``; ends the script with a reason where it is absent."""
     if not folder:

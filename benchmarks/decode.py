@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import common
 from pages.costs import settled
@@ -27,14 +27,6 @@ DEFINITIONS = {
     "matrix products": "the same of all matrices of the model alone, one after the other, on inputs that are given",
     "ratio": "compressed over dense within a round of one step each; median over rounds, in brackets its quartiles",
 }
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
 # Dense sizes; widths of queries and keys, of values, and of the MLP that leave 70% of the weights of the blocks.
 SHAPES = {
     "SmolLM2-135M": ((576, 1536, 9, 3, 30, 49152), (48, 56, 1000)),
@@ -67,7 +59,7 @@ def configs(checkpoint: str | None):
         yield Path(checkpoint).name, AutoConfig.from_pretrained(checkpoint)
         return
     for name, (sizes, widths) in SHAPES.items():
-        config = LlamaConfig(**dict(zip(SIZES, sizes, strict=True)), tie_word_embeddings=True)
+        config = common.llama(*sizes, tie_word_embeddings=True)
         config.quantization_config = {"quant_method": METHOD_NAME, "modules": modules_of(config, *widths)}
         yield name, config
 

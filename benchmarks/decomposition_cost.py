@@ -101,14 +101,8 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
 
 def one_block(scale: int) -> DenseModel:
     """A Llama of one block."""
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH // scale,
-        intermediate_size=HIDDEN // scale,
-        num_hidden_layers=1,
-        num_attention_heads=WIDTH // scale // HEAD_DIM,
-        num_key_value_heads=WIDTH // scale // HEAD_DIM,
-        vocab_size=64,
-    )
+    heads = WIDTH // scale // HEAD_DIM
+    config = common.llama(WIDTH // scale, HIDDEN // scale, heads, heads, blocks=1, vocabulary=64)
     return DenseModel(transformers.LlamaForCausalLM(config), "random", torch.device("cpu"), torch.float32, None)
 
 

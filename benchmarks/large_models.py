@@ -48,21 +48,12 @@ def main() -> None:
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """Return the configs by name."""
-    found = {name: llama(*sizes) for name, sizes in LLAMAS.items()}
+    settings = {"max_position_embeddings": 4096, "dtype": "bfloat16"}
+    found = {
+        name: common.llama(width, hidden, heads, kv_heads, blocks, vocabulary, **settings)
+        for name, (width, hidden, blocks, heads, kv_heads, vocabulary) in LLAMAS.items()
+    }
     return found | {"DeepSeek-V3": transformers.DeepseekV3Config(dtype="bfloat16")}
-
-
-def llama(width: int, hidden: int, blocks: int, heads: int, kv_heads: int, vocabulary: int):
-    return transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-    )
 
 
 def row(config: transformers.PretrainedConfig, method: str) -> dict:

@@ -111,15 +111,8 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 def write_model(args: argparse.Namespace, folder: Path) -> None:
     """Random weights, several shards."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=args.width,
-        intermediate_size=args.hidden,
-        num_hidden_layers=args.blocks,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        vocab_size=512,
-        max_position_embeddings=args.length,
-    )
+    sizes = args.width, args.hidden, args.heads, args.heads, args.blocks, 512
+    config = common.llama(*sizes, max_position_embeddings=args.length)
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     size = tensor_bytes(model)
     model.save_pretrained(folder, max_shard_size=max(size // 8, 2**20))
@@ -184,15 +177,7 @@ def tokens(args: argparse.Namespace, length: int) -> CalibrationData:
 
 
 def tiny_model() -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=512,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(common.llama(32, 64, 4, 4, blocks=3, vocabulary=512))
 
 
 def reset_peak() -> None:

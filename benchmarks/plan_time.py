@@ -88,18 +88,8 @@ def measure(shape: str, name: str, samples: int, length: int) -> dict:
 
 def opened(shape: str, length: int) -> DenseModel:
     """A random Llama."""
-    width, hidden, heads, kv_heads, blocks = SHAPES[shape]
     torch.manual_seed(0)
-    config = t.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
+    config = common.llama(*SHAPES[shape], VOCABULARY, max_position_embeddings=length, tie_word_embeddings=True)
     return open_model(t.LlamaForCausalLM(config), device="cpu")
 
 

@@ -10,6 +10,7 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import common
 from rankfold import CalibrationData, DenseModel
 from rankfold.architectures import BlockView
 
@@ -29,17 +30,8 @@ RANK = 512  # of the part of a weight whose spectrum falls
 def config_of(shape: str, blocks: int | None = None) -> transformers.LlamaConfig:
     """Return the config of a Llama of a shape, with so many of its blocks."""
     width, hidden, depth, heads, kv_heads = SHAPES[shape]
-    return transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=blocks or depth,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=256 if shape == "tiny" else VOCABULARY,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
+    sizes = width, hidden, heads, kv_heads, blocks or depth, 256 if shape == "tiny" else VOCABULARY
+    return common.llama(*sizes, max_position_embeddings=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"])
 
 
 def depth_of(shape: str) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
+import common
 import rankfold
 from rankfold import make_method
 
@@ -36,15 +37,8 @@ def count(bench: Bench, method: str, blocks: int) -> Counter[str]:
     """Return place -> synchronisations of compressing a model of so many blocks."""
     width, hidden = (32, 48) if bench.is_tiny else (512, 1408)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // 32 or 1,
-        num_key_value_heads=max(1, width // 64),
-        vocab_size=512,
-        max_position_embeddings=512,
-    )
+    heads, kv_heads = width // 32 or 1, max(1, width // 64)
+    config = common.llama(width, hidden, heads, kv_heads, blocks, 512, max_position_embeddings=512)
     model = transformers.LlamaForCausalLM(config).to(bench.device, torch.bfloat16)
     samples, length = (4, 32) if bench.is_tiny else (32, 128)
     # A measured allocation runs every trial through all blocks after it: a wait a block more for each.
