@@ -50,9 +50,8 @@ def _wrapped(text: str) -> list[str]:
 
 
 KINDS = ("prefill", "decode")
-SHORT = {
-    "modegpt:selection=leverage,selection_qk=norm,gqa=paper": "modegpt, paper's module forms"
-}  # in picture and table
+PAPER = "modegpt:selection=leverage,selection_qk=norm,gqa=paper"
+SHORT = {PAPER: "modegpt, paper's module forms"}  # in picture and table
 
 
 def tradeoff(record: dict, folder: Path | None) -> list[str]:

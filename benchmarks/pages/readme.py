@@ -7,6 +7,7 @@ from pathlib import Path
 from rankfold._utils.files import read_json, write_text
 from rankfold.errors import CheckpointError
 
+from .models import PAPER
 from .perplexity import FORMS
 from .summaries import QUESTIONS
 from .tables import named, percent
@@ -28,7 +29,7 @@ NONE = "–"
 C4 = "c4_demo.jsonl"
 GRID = {  # rows of the grid -> their names elsewhere
     "latentllm 0.3": "latentllm (joint) 0.3",
-    "modegpt:selection=leverage,selection_qk=norm,gqa=paper 0.3": f"{FORMS} 0.3",
+    f"{PAPER} 0.3": f"{FORMS} 0.3",
 }
 LIST = "## All pages"  # the rest of the first page
 
