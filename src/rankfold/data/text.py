@@ -21,6 +21,7 @@ from .chats import CHATS, Chat, chat_of, column_read, has_half_character, is_cha
 from .hub import ALIASES, hub_rows
 from .rows import rows_of_csv, rows_of_json
 
+LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
 KINDS = {  # of files with rows, by suffix; any other file is one text
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -73,9 +74,6 @@ class TextSource:
     kind: str  # built-in, hub, raw (rows as the hub's WikiText-2 has them, one a line), txt, or one of KINDS
     origin: str
     path: Path | None = None
-
-
-LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
 
 
 def text_source(name: str, use: str = "calibration") -> TextSource:
