@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._utils.present import present
 from ..architectures import BlockView
 from .moments import CrossSums, Moment, VectorMoment, wide
-from .observers import Observer
+from .observers import LayerInput, Observer
 
 
 class Middle:
@@ -52,20 +52,15 @@ class FeedbackObserver(Observer):
     """
 
     def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
-        self.module, self.attention = module, attention
+        self.input, self.attention = LayerInput(module), attention
         self.middle: Middle | Any = None if attention else Middle(view)
-        self.input: Tensor | Any = None
         self.sums = CrossSums()
 
     def hooks(self):
-        mine = self.module.register_forward_pre_hook(lambda _, args: self._catch(args[0]))
-        return [mine, *(self.middle.hooks() if self.middle else ())]
-
-    def _catch(self, x: Tensor) -> None:
-        self.input = x.detach()
+        return [*self.input.hooks(), *(self.middle.hooks() if self.middle else ())]
 
     def after(self, batch) -> None:
-        x, self.input = self.input, None
+        x = self.input.take()
         if self.attention:
             target = batch.dense.middle.float() - batch.hidden.float()
         else:
