@@ -332,6 +332,20 @@ def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monke
     assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
+def test_what_a_kill_leaves_of_a_finished_run_is_not_gone_on_with(place, tmp_path, monkeypatch):
+    given = {"calibration": place / "manual.txt", "output": tmp_path / "out", **OPTIONS, "tokens": 1024}
+    remove = shutil.rmtree
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(
+            shutil, "rmtree", lambda path, **k: (kill if Path(path).suffix == ".partial" else remove)(path, **k)
+        )
+        recover(place / "small", place / "dense", **given)
+    (tmp_path / "out").rename(tmp_path / "kept")
+    (tmp_path / "out.partial" / "best.safetensors").unlink()
+    with pytest.raises(rankfold.RankfoldError, match=r"out.partial exists and is not an unfinished run; remove it"):
+        recover(place / "small", place / "dense", **given)
+
+
 def test_an_unfinished_run_of_other_options_is_refused(place, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "run.json").write_text(json.dumps({"tune": "lora"}))

@@ -24,7 +24,7 @@ from .._utils.files import write_json, write_text
 from .._utils.processes import on_first, process_count
 from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described
-from ..checkpoint.run import RunFolder
+from ..checkpoint.run import CONFIG, RunFolder
 from ..checkpoint.saving import creating
 from ..compression.probe_texts import describe_probe_texts
 from ..data.built_in import DEFAULT_TEXT
@@ -274,6 +274,7 @@ class Recovery:
             write_json(unfinished / (NAME if "plan" in record else TRAINING), record)
             if (work / LOGS).exists():
                 shutil.move(work / LOGS, unfinished / LOGS)
+        (work / CONFIG).unlink()  # first: what a kill leaves of the rest is not gone on with
         shutil.rmtree(work)
 
 
