@@ -21,7 +21,6 @@ from rankfold.data.probes import Probes, load_probes
 from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
-from rankfold.recovery.opening import Given
 from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
 from rankfold.recovery.tuning import prepared, round_weights, without_dropout
@@ -115,17 +114,6 @@ def test_a_result_shows_itself_in_a_line(recovered):
     held_out = f"manual.txt {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f}"
     assert str(recovered) == repr(recovered)
     assert str(recovered).startswith(f"RecoveryResult(16,384 tokens; held-out perplexity of {held_out}; ")
-
-
-def test_no_weights_are_read_for_their_digests_where_no_run_can_go_on(place, tmp_path, monkeypatch):
-    read = []
-    for cls in (Given, rankfold.DenseModel):
-        monkeypatch.setattr(cls, "fingerprint", property(lambda self: read.append(self) or "digest"))
-    given = {"calibration": place / "manual.txt", **OPTIONS, "tokens": 1024}
-    facts = recover(place / "small", place / "dense", **given).record["recovery"]
-    assert not read and not {"model", "teacher"} & set(facts)
-    facts = recover(place / "small", place / "dense", output=tmp_path / "out", **given).record["recovery"]
-    assert facts["model"] == facts["teacher"] == "digest"
 
 
 def test_the_model_in_memory_is_not_changed(place):

@@ -158,11 +158,10 @@ def recover(
     source = open_teacher(teacher, model, given, device)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
     texts = load_texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
+    recovery = Recovery(given, source, kept, texts, probes_of(source, given.record), options, settings)
     output = Path(output) if output else None
-    probes = probes_of(source, given.record)
-    recovery = Recovery(given, source, kept, texts, probes, options, settings, keep=output is not None)
     with _working(output, recovery.identity) as work:
-        run = recovery.started(work)
+        run = recovery.started(work, keep=output is not None)
         record = recovery.train(run)
         facts = record["recovery"]
         shares = named(calibration) or dict.fromkeys(texts, 1.0)
@@ -187,7 +186,6 @@ class Recovery:
         kept: the block of the dense model from which every block was made; ``None``: it is trained as a whole.
         texts: name -> sequences to train on, and held-out ones.
         probes: probe texts; ``None``: they are not measured.
-        keep: whether an unfinished run can go on.
     """
 
     given: Given
@@ -197,26 +195,30 @@ class Recovery:
     probes: Probes | None
     options: Options
     settings: Settings
-    keep: bool
 
     @functools.cached_property  # training changes the model
     def identity(self) -> dict:
-        """All that the trained weights depend on: an unfinished run goes on where it is the same.
-
-        Where none can go on, no weights are read for their digests.
-        """
-        found = {**asdict(self.options), "minutes": self.settings.minutes}
-        found |= {"texts": {name: one.describe() for name, one in self.texts.items()}}
-        found |= {"model": self.given.fingerprint, "teacher": self.source.fingerprint} if self.keep else {}
+        """All that the trained weights depend on: an unfinished run goes on where it is the same."""
+        found = {
+            **asdict(self.options),
+            "minutes": self.settings.minutes,
+            "model": self.given.fingerprint,
+            "teacher": self.source.fingerprint,
+            "texts": {name: one.describe() for name, one in self.texts.items()},
+        }
         return found if self.kept is None else found | {"blockwise": True, "loss": "states"}
 
-    def started(self, work: Path) -> Run:
-        """Return the run, which goes on with what an earlier process left in a folder."""
+    def started(self, work: Path, *, keep: bool) -> Run:
+        """Return the run, which goes on with what an earlier process left in a folder.
+
+        Args:
+            keep: whether an unfinished run can go on.
+        """
         how: dict = {"written": self.given.written, "work": work}
         common = self.texts, self.probes, self.options
         if self.kept is not None:
             return by_block.Blockwise(self.given.model, self.source, self.kept, *common, **how)
-        return WholeModel(self.given.model, self.source, *common, self.settings, keep=self.keep, **how)
+        return WholeModel(self.given.model, self.source, *common, self.settings, keep=keep, **how)
 
     def train(self, run: Run) -> dict:
         """Train the model, judge what came out, and return the record of it."""
