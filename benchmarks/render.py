@@ -12,6 +12,7 @@ from pages import (
     costs,
     gates,
     gpu,
+    keep_quality,
     lowrankarena,
     models,
     perplexity,
@@ -29,6 +30,7 @@ RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE
 # Page -> records, title, lines of one record.
 PAGES = {
     "gates": ("gates_*", "What every method must keep", gates.gates),
+    "keep_quality": ("keep_quality_*", "Keeping a quality", keep_quality.keep_quality),
     "lowrankarena": ("lowrankarena_*", "By the rules of LowRankArena", lowrankarena.lowrankarena),
     "zero_shot": ("zero_shot*", "Zero-shot accuracy", models.zero_shot),
     "domains": ("domains*", "Across texts", perplexity.domains),

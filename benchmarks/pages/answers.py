@@ -124,6 +124,18 @@ def tradeoff(records: list[dict]) -> str:
     )
 
 
+def keep_quality(records: list[dict]) -> str:
+    found = [row for record in records for row in record["rows"] if "error" not in row]
+    held_out, other = (
+        sum(row["kept"][text] >= row["asked"] for row in found) for text in ("held-out samples", "other text")
+    )
+    most = max(row["compressions"] for row in found)
+    return (
+        f"In {held_out} of {len(found)} searches on held-out samples of the calibration text, and in {other} on "
+        f"another text; each took at most {most} compressions."
+    )
+
+
 def same_bytes(records: list[dict]) -> str:
     """Say down to which size a quantised dense file is as good on all texts as any compressed one."""
     dense, compressed = _by_cut(records[0])

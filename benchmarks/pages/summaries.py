@@ -33,6 +33,10 @@ QUESTIONS = {
             "What is kept by the rules of a public comparison?",
             "Read it next to that comparison's table.",
         ),
+        "keep_quality": (
+            "Does `--keep-quality` keep what was asked for?",
+            "Read it before you choose a quality in place of a sparsity.",
+        ),
         "gates": ("Does every method keep what it must?", "Contributors: `make gates` measures it again."),
     },
     "Speed, memory and cost": {
