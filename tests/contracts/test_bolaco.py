@@ -117,6 +117,7 @@ def test_values_stay_dense_unless_they_are_named(run, family):
     assert "v" in {m.module for m in rankfold.plan(source, method=method_for(family, modules={"v": 0.3})).modules}
 
 
+@pytest.mark.kinds
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, family, tmp_path):
     source, _, folder, _ = run
     model = rankfold.compress(source, method=method_for(family), calibration=tokens(32), mode="one-pass").model

@@ -106,6 +106,7 @@ def test_saved_and_loaded_logits_are_identical(run, tmp_path):
     assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
 
 
+@pytest.mark.kinds
 def test_folder_and_memory_give_the_same_model(run, family, tmp_path):
     source, model = run
     folder = rankfold.compress(source, method=method_for(family), calibration=tokens(), output=tmp_path / "out").output
@@ -154,6 +155,7 @@ def test_half_precision_runs(run, dtype):
     assert (logits(low).float() - reference).abs().max() < 0.15 * reference.abs().max()
 
 
+@pytest.mark.kinds
 def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, moments, tmp_path):
     source = opened(family)
     method = method_for(family)
@@ -164,6 +166,7 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, moments, tm
     assert torch.equal(logits(a), logits(b)) and torch.equal(logits(a), logits(c))
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize("allocation", ["influence", "influence-modules"])
 def test_influence_allocations_meet_the_budget(family, moments, allocation):
     source = opened(family)
@@ -176,6 +179,7 @@ def test_influence_allocations_meet_the_budget(family, moments, allocation):
     assert all(m.relative_error is not None for m in plan.modules)
 
 
+@pytest.mark.kinds
 def test_same_seed_same_bits(run, family):
     assert torch.equal(logits(run[1]), logits(compressed(family)[1]))
 

@@ -104,6 +104,7 @@ def test_shards_are_numbered_without_gaps(run):
     assert names == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
+@pytest.mark.kinds
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
     source, _, folder, _ = run
     model = rankfold.compress(source, method=make_method("shortgpt", sparsity=0.3), calibration=tokens()).model

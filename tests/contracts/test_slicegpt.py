@@ -111,6 +111,7 @@ def test_the_width_is_the_largest_with_which_the_budget_holds_and_less_goes_than
         assert block.shortcut.weight.shape == (rank, rank)
 
 
+@pytest.mark.kinds
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, family, tmp_path):
     folder, model = run[1], rankfold.compress(opened(family), method=method(), calibration=tokens()).model
     assert_reloads(folder, model, tmp_path / "twice")

@@ -294,6 +294,7 @@ def test_planned_equals_actual(run):
     assert json.loads((folder / "rankfold.json").read_text())["counts"]["parameters"] == plan.parameters_after
 
 
+@pytest.mark.kinds
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
     source, method, folder, _ = run
     model = rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model
