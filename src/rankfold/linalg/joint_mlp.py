@@ -88,7 +88,7 @@ def joint_mlp(
             else ``W_d`` interpolates: judge by :func:`mlp_error` on inputs that were not fitted.
         ranks: ``(r_u, r_d)``, at most ``min(F, d)`` and ``min(d_out, F)``.
         weights: ``(alpha, beta, gamma)``, positive.
-        rounds: ``>= 0``; the paper uses 4.
+        rounds: ``>= 0``; the paper uses 4 (Sec. 5).
         ridge: relative to the mean variance of ``X``, and of the dense ``A``; ``>= 0``.
         refit: finally fit ``W_d`` once more, to the activations the compressed ``W_u`` really makes instead of the
             auxiliary ones (not in the paper; never increases the damped output error).

@@ -57,13 +57,13 @@ def joint_qk(
     r"""Latent queries and keys with the smallest attention-logit error.
 
     Minimises :math:`\sum_i \|P (W_{q,i}^\top W_{k,g} - A_q^\top B_{q,i}^\top B_{k,g} A_k) P\|^2` by alternating SVDs:
-    LatentLLM Algorithm 1, Eq. 13, GQA by Eq. 148-150 (the paper swaps the index ranges of group and member there).
+    LatentLLM Algorithm 1, Eq. 13, GQA by Eq. 148-150 (above Eq. 147 the index ranges of group and member are swapped).
     Algorithm 1 prints ``G A_k A_k^T G^T``, which does not multiply; Eq. 75's ``A_k^T A_k`` is meant. ``J_q`` is (r_q,
     r_q), not (r_k, r_k).
 
     With ``affine``, inputs become ``[x; 1]`` and the direction of the mean is kept for free (Eq. 96-144): in the
     coordinates ``[Sigma^(1/2), mean; 0, 1]`` the heads are ``[W P, W mean + b]``, and the biases come out as ``W mean
-    + b - B A mean`` (Eq. 121-122), so the mean query and key stay exact. (Eq. 137-142 swap r_q and r_k.) With
+    + b - B A mean`` (Eq. 121-122), so the mean query and key stay exact. (Eq. 140 and 142 swap r_q and r_k.) With
     ``rotations``, the sum also runs over offsets (Eq. 181).
 
     Args:
@@ -75,8 +75,8 @@ def joint_qk(
             (App. E).
         affine: mean and biases.
         rotations: ``(D, h, h)`` from :func:`rankfold.linalg.rotations.rope_rotations`.
-        alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on
-            trained models after two or three.
+        alternations: at most, ``>= 1``; the paper uses 8 (Sec. 5). They end once the error has settled to 1e-6 of
+            itself, on trained models after two or three.
 
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.

@@ -142,8 +142,8 @@ def nystrom(
     if keep is not None:
         return _fit(W_down, W.to(choosing(C)), C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
-    # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 on
-    # un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
+    # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 (App.
+    # B.2) on un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
     scores = 1.0 - damped.lam * damped.inverse.diagonal()
     inverse_norm = largest_eigenvalue(damped.inverse.mv, damped.inverse)
     if selection == "leverage":

@@ -100,9 +100,10 @@ def low_rank_plus_sparse(
 ) -> LowRankSparse:
     r"""Alternate a low-rank and a sparse fit of what the other leaves.
 
-    Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`: LatentLLM Eq. 231, which iterates an SVD and FISTA. Its
-    FISTA cannot be told a number of non-zeros, so a shrinkage that can takes its place. Never rises with
-    ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
+    Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`, the form of LatentLLM Eq. 231 and the loss of Eq. 232
+    without its penalty. The paper iterates an SVD and FISTA, which cannot be told a number of non-zeros, so a shrinkage
+    that can takes its place. Never rises with ``method="hard"``. The paper finds it no better than sparse alone
+    (Fig. 14).
 
     Args:
         W, C, count, method: as in :func:`sparse`.
