@@ -36,10 +36,10 @@ def load_calibration(
 ) -> CalibrationData:
     """Load the samples that a model is calibrated on.
 
-    The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). A few more samples of the same draw are held out:
-    nothing is fitted to them, and they show what the compression does to text it has not seen. That is one for eight
-    samples, at least one and of texts at most 8; where there are too few samples, they are taken out of these. A single
-    sample is fitted.
+    MoDeGPT calibrates on 128 x 2048 tokens (its Sec. 4.1), LatentLLM on 64 x 2048 (its Sec. 5). A few more samples of
+    the same draw are held out: nothing is fitted to them, and they show what the compression does to text it has not
+    seen. That is one for eight samples, at least one and of texts at most 8; where there are too few samples, they are
+    taken out of these. A single sample is fitted.
 
     Args:
         data: one of
