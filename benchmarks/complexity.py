@@ -1,4 +1,4 @@
-"""Parameters, multiply-accumulates and cache against sparsity: Table 3 of LatentLLM (arXiv:2505.18413).
+"""Parameters and multiply-accumulates against sparsity, as in Table 3 of LatentLLM (arXiv:2505.18413), and the cache.
 
 Two kinds of rows. `counted`: a model of a few random blocks is really compressed; PyTorch counts its operations, and
 the count must equal the closed formula and the plan, or the script fails. `planned`: the same formula for large models,

@@ -10,7 +10,7 @@ HEAD = ["", "mean over blocks", "deviation", "least", "largest", "perplexity"]
 
 
 def allocation(record: dict, folder: Path | None) -> list[str]:
-    """Return the table of allocations with its pictures, written into the folder, and of slicing before MoDeGPT."""
+    """Return the table of allocations with its pictures, written into the folder, and of slicing after MoDeGPT."""
     rows = [row for row in compressed(record) if row["study"] == "allocation"]
     done = [row for row in rows if "error" not in row]
     model = Path(record["config"]["model"]["name"]).stem

@@ -203,7 +203,7 @@ def images_and_text(record: dict, folder: Path | None = None) -> list[str]:
 
 
 def _radars(page: str, dense: dict, rows: list[dict], folder: Path | None) -> list[str]:
-    """Return the lines of the pictures of accuracy by kind at the sparsities of the paper's Figure 6."""
+    """Return the lines of the pictures of accuracy by kind at two of the three sparsities of the paper's Figure 6."""
     from rankfold.comparison.report.page import pictures  # the extra rankfold[report]
     from rankfold.comparison.report.plots import drawn
 

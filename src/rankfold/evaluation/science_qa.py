@@ -3,8 +3,8 @@
 A model of text is asked as a task of lm-eval: the text of every choice is scored after the question, as for ARC, and
 questions with a picture are left out. A model of images and text is asked all of them and writes the letter of a
 choice, by the prompt and the reading of LLaVA's own scripts (``convert_sqa_to_llava_base_prompt.py``, form CQM-A;
-``model_vqa_science.py --single-pred-prompt``; ``eval_science_qa.py``), as in the table. An answer that names no choice
-is wrong.
+``model_vqa_science.py --single-pred-prompt``; ``eval_science_qa.py``). An answer that names no choice is wrong. The
+paper does not describe how it asked; its accuracies of 0 are below chance, as with answers that name no choice.
 """
 
 import re

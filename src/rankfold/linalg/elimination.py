@@ -186,9 +186,9 @@ def eliminate_groups(M: Tensor, drop: int, sizes: Tensor | None = None) -> Tenso
     Dropping the set ``D`` changes all scores by :math:`\sum_{a,b \in D} M_{ab}` in squared norm. Greedily, the group
     with the least :math:`(M_{aa} + 2 c_a)` per dimension goes, ``c`` the sum of the columns dropped so far; then
     dropped and kept groups of one size are exchanged one for one as long as that helps; where sizes differ, once for
-    every way to make up ``drop`` of them. MoDeGPT Algorithm 2 drops the smallest norms, which
-    bounds this error (Theorem 2) but does not see that groups act together; that choice, exchanged likewise, is the
-    other start, so the result is never worse.
+    every way to make up ``drop`` of them. MoDeGPT Algorithm 2 judges each dimension by itself, by its norm score, which
+    bounds this error (Theorem 2) but does not see that groups act together. The groups of the smallest :math:`M_{aa}`,
+    each judged by itself too, exchanged likewise, are the other start, so the result is never worse than these.
 
     Args:
         M: ``(..., n, n)`` symmetric cost of every pair of groups; any batch of heads.

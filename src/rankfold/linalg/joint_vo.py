@@ -5,8 +5,8 @@ uses value head i // (H/K)), r_o, r_v latent widths.
 
 A head adds ``G_i x`` with ``G_i = W_o,i W_v,g`` (d_out, d) of rank at most h, weighted by the attention. LatentLLM
 (arXiv:2505.18413), Sec. 4.2 and App. G, compresses the stack of ``G_i P`` like queries and keys. The paper found it
-no better than compressing V and O apart (Remark 11): the loss treats heads as independent. For the split form use
-:func:`rankfold.linalg.lowrank.low_rank` twice.
+no better than compressing V and O apart, because the loss leaves out the attention map (Remark 11); it treats heads as
+independent, too. For the split form use :func:`rankfold.linalg.lowrank.low_rank` twice.
 """
 
 from typing import NamedTuple

@@ -54,7 +54,7 @@ def apply_junction(B: Tensor, A: Tensor, kind: str, *, limit: float | None = Non
     in ``B`` (``J = S^+``); ``symmetric``: equal norms (``J = S^(-1/2)`` for ``P = I``; for other pre-conditioners the
     paper's form balances ``B`` against ``A P``, not against the stored ``A``); ``block_identity_right``: identity in
     ``A`` (Eq. 9, Remark 4); ``block_identity_left``: identity in ``B``; ``lu``: both triangular (Remark 5). App. A.2
-    writes ``J = [V]_{:r}`` where Eq. 8 has ``[V P^+]_{:r}``; Eq. 8 is followed.
+    writes ``J = [V]_{:r}``, for ``P = I``, where Eq. 8 has ``[V P^+]_{:r}``; Eq. 8 is followed.
 
     The row space of ``A`` is orthonormalised first, so a rank-deficient ``A`` is no problem. Work is done in the dtype
     of ``B`` (fp32 if that is shorter): pass unrounded factors.

@@ -31,9 +31,9 @@ class LatentLLM(NarrowingMethod):
             ``fisher``: every column by its empirical Fisher, from one backward pass (FWSVD); all forms are then local.
         junction: ``block_identity_right``, ``block_identity_left``, ``lu`` (these store ``R (O + N) - R^2`` numbers),
             ``left``, ``right`` or ``symmetric`` (plain factors).
-        joint: which pairs are decomposed together, comma-separated: ``qk`` (Sec. 4.1), ``vo`` (Sec. 4.2; the paper
-            found split better), ``ud`` (Sec. 4.3; ReLU without gate). A pair that the architecture cannot take this way
-            is decomposed locally unless it was asked for by name here, and the record says so.
+        joint: which pairs are decomposed together, comma-separated: ``qk`` (Sec. 4.1), ``vo`` (Sec. 4.2; no
+            better than split in the paper), ``ud`` (Sec. 4.3; ReLU without gate). A pair that the architecture cannot
+            take this way is decomposed locally unless it was asked for by name here, and the record says so.
         alternations: of the joint query-key and value-output forms.
         window: offsets of the rotary-aware joint query-key form (App. F.3), 0 for none.
         rounds: of the joint up-down form.
