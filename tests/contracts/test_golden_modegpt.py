@@ -80,7 +80,7 @@ def algorithm_3(X: Tensor, W_V: Tensor, W_O: Tensor, k: int) -> tuple[Tensor, Te
     """Values ``(k, d)`` and outputs ``(G, d, k)`` of one value head; ``W_V`` (h, d), ``W_O`` (G, d, h).
 
     Alone it is lines 3 to 5; in a group App. B.1: only the first decomposition, whose right singular vectors do for the
-    values and for all outputs (the paper prints ``U``, which does not multiply).
+    values and for all outputs (the paper prints ``U``, which does not multiply, and the SVD of ``C W_V``).
     """
     C = root(X.T @ X)
     U, S, Vh = torch.linalg.svd(C @ W_V.T, full_matrices=False)

@@ -61,7 +61,10 @@ class Influence(RanksBySparsity):
 
 @dataclass(frozen=True)
 class ModuleInfluence(Influence):
-    """Give attention and MLP of every block sparsities of their own, each by its influence (Eq. 43)."""
+    """Give attention and MLP of every block sparsities of their own, each by its influence.
+
+    The exponent is that of Eq. 43, whose constant misses the weighted mean; the constant here meets it.
+    """
 
     name: ClassVar[str] = "influence-modules"
 
@@ -87,9 +90,10 @@ def _shares(modules: list[PrunableModule]) -> Tensor:
 def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, temperature: float) -> Tensor:
     r"""Return the sparsity ``phi`` of every layer, high where the score is low; MoDeGPT Eq. 11.
 
-    Maximises :math:`\sum_i s_i (1 - \phi_i) + \varepsilon H(\phi)` under the average: :math:`\phi_i = c\, e^{-s_i /
-    \varepsilon}`, with ``c`` so that the WEIGHTED mean of ``phi`` is ``average``. With equal weights ``c`` is the
-    paper's :math:`L \phi_{avg} / \sum_j e^{-s_j/\varepsilon}`. Entries may exceed 1; see :func:`capped_sparsities`.
+    Maximises :math:`\sum_i w_i (s_i (1 - \phi_i) - \varepsilon \phi_i \log \phi_i)`, ``w`` the weights, under the
+    average: :math:`\phi_i = c\, e^{-s_i / \varepsilon}`, with ``c`` so that the WEIGHTED mean of ``phi`` is
+    ``average``. With equal weights this is the paper's Eq. 10, and ``c`` its :math:`L \phi_{avg} / \sum_j e^{-s_j /
+    \varepsilon}`. Entries may exceed 1; see :func:`capped_sparsities`.
 
     Args:
         scores: ``(L,)`` importance, e.g. ``1 - cos(input, output)``.

@@ -162,7 +162,8 @@ def column_row_bounds(C_q: Tensor, C_k: Tensor, keep: Tensor) -> tuple[Tensor, T
     the dropped set ``D``, summed over the group. Proposition 2: :math:`V \le (\tfrac{N-R}{N})^2 \operatorname{tr} C_k
     \operatorname{tr} C_q`. Its printed step (b) does not follow, because queries and keys are averaged separately while
     the choice is by their product; averaging the dropped products first and applying Cauchy-Schwarz over all dimensions
-    gives the same end, for pairs and groups too, where the choice is by the norm scores.
+    gives the same end, for pairs and groups too, where the choice is by the norm scores. (The paper prints the width
+    of the model in place of the head dimension ``N``.)
 
     Args:
         C_q: ``(..., H, N, N)``.  C_k: ``(..., N, N)``.  keep: ``(..., R)``.

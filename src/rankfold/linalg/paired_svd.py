@@ -58,8 +58,10 @@ def paired_factors(A: Tensor, B: Tensor) -> PairedFactors:
 
     With ``v = W_v x`` and ``X = W_o`` of one head this is MoDeGPT Theorem 3 (Algorithm 3), from ``N x N`` matrices
     instead of a ``d x d`` root. With ``B`` summed over the query heads that share a value head it is the joint optimum
-    for grouped queries, where the paper's App. B.1 ignores the output projections; that form is ``B = I``. With the
-    queries' moment as ``B`` it is the optimal query-key pair where nothing sits between them (no rotary embedding).
+    for grouped queries, where the paper's App. B.1 ignores the output projections; that form is ``B = I``. (App. B.1
+    prints the SVD of ``C W_V`` and takes ``U_k``, which does not multiply; here it is that of ``C^(1/2) W_V``, as in
+    Algorithm 3, and its right singular vectors.) With the queries' moment as ``B`` it is the optimal query-key pair
+    where nothing sits between them (no rotary embedding).
 
     Args:
         A: ``(..., N, N)`` second moment of ``v``; any batch of heads.

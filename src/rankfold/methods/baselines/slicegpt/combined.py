@@ -20,7 +20,8 @@ from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, s
 class SliceGPTMoDeGPT(MoDeGPT):
     """Options beside those of MoDeGPT, which takes what slicing leaves to do.
 
-    Each block is compressed by MoDeGPT on what the sliced blocks before it send, and then sliced.
+    Each block is compressed by MoDeGPT on what the sliced blocks before it send, and then sliced. The paper does not
+    give an order.
 
     Attributes:
         slicing: fraction of the width of the stream that goes, in (0, 1), as the paper counts it; the width kept is
