@@ -97,21 +97,22 @@ def test_memory_does_not_grow_with_the_samples(monkeypatch):
     assert largest <= F * F  # while X has 6,400 numbers and Z 16,000
 
 
+@pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_streamed_rounds_are_those_of_the_formulas_on_whole_matrices(seed):
-    """Eq. 227-230 written out on all samples at once, with regressions by lstsq and truncated SVDs."""
-    mlp, X = setup(seed=seed)
-    Z = mlp.W_up @ X + mlp.b_up[:, None]
+def test_streamed_rounds_are_those_of_the_formulas_on_whole_matrices(seed, biases):
+    """Eq. 227-230, or 20-22 without biases, on all samples at once, with regressions by lstsq and truncated SVDs."""
+    mlp, X = setup(seed=seed, biases=biases)
+    X = X + X.std(1, keepdim=True)  # a mean that counts
+    Z = mlp.W_up @ X + (mlp.b_up[:, None] if biases else 0)
     A, Y = Z.relu(), forward(*mlp, X)
     weights = [1 / (M - M.mean(1, keepdim=True)).square().sum() for M in (Z, A, Y)]  # of sums, not of means
 
     def fit(U, T, rank):
-        u, t = U - U.mean(1, keepdim=True), T - T.mean(1, keepdim=True)
+        about_u, about_t = (M.mean(1, keepdim=True) * biases for M in (U, T))
+        u, t = U - about_u, T - about_t
         fitted = torch.linalg.lstsq(u.T, t.T, driver="gelsd").solution.T
         P = torch.linalg.svd(fitted @ u, full_matrices=False).U[:, :rank]
-        return (
-            lambda V: P @ (P.T @ (fitted @ (V - U.mean(1, keepdim=True)))) + T.mean(1, keepdim=True)
-        ), P @ P.T @ fitted
+        return (lambda V: P @ (P.T @ (fitted @ (V - about_u))) + about_t), P @ P.T @ fitted
 
     def value():
         terms = (up(X) - Z, A - Z.relu(), down(A) - Y)

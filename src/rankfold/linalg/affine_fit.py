@@ -24,10 +24,14 @@ class AffineFit(NamedTuple):
 
 
 class Sums:
-    """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk."""
+    """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk.
 
-    def __init__(self):
-        self.count = 0
+    Args:
+        centred: whether a fit to these has a bias, so that its moments are around the means.
+    """
+
+    def __init__(self, *, centred: bool):
+        self.centred, self.count = centred, 0
 
     @property
     def width(self) -> int:
@@ -63,28 +67,35 @@ class Sums:
         u, t = (variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
         return u, t
 
-    def covariance(self) -> Tensor:
-        offset = self.total[0] / self.count
-        return (self.second / self.count).addr_(offset, offset, alpha=-1)
+    def moment(self) -> Tensor:
+        """Second moment ``(u, u)`` of the inputs."""
+        return self._around(self.second, 0)
 
-    def cross_covariance(self) -> Tensor:
-        """``(T, U)``."""
-        return (self.cross / self.count).addr_(self.total[1] / self.count, self.total[0] / self.count, alpha=-1)
+    def cross_moment(self) -> Tensor:
+        """``(t, u)``"""
+        return self._around(self.cross, 1)
+
+    def _around(self, total: Tensor, left: int) -> Tensor:
+        """Move sums of products with inputs from the mean of the first chunk to that of all, or to zero."""
+        found, means = total / self.count, self.means()
+        found.addr_(self.total[left] / self.count, self.total[0] / self.count, alpha=-1)
+        return found if self.centred else found.addr_(means[left], means[0])
 
 
-def damped_root(covariance: Tensor, damp: float) -> Preconditioner:
-    """Root of ``covariance + damp I``; the covariance is changed in place."""
-    covariance.diagonal().add_(damp)
-    return preconditioner(covariance, "rootcov", ridge=0)
+def damped_root(moment: Tensor, damp: float) -> Preconditioner:
+    """Root of ``moment + damp I``; the moment is changed in place."""
+    moment.diagonal().add_(damp)
+    return preconditioner(moment, "rootcov", ridge=0)
 
 
 def fit_affine(sums: Sums, root: Preconditioner | None, W: Tensor, damp: float, rank: int) -> AffineFit:
-    """Exact minimiser of ``||B A x + b - target||^2 / l + damp ||B A - W||^2`` at the given rank."""
-    root = root or damped_root(sums.covariance(), damp)
-    regression = root.solve(sums.cross_covariance().add_(W, alpha=damp)) / root.scale**2
+    """Exact minimiser of ``||B A x + b - target||^2 / l + damp ||B A - W||^2`` at the given rank; of sums that are not
+    centred ``b`` is zero."""
+    root = root or damped_root(sums.moment(), damp)
+    regression = root.solve(sums.cross_moment().add_(W, alpha=damp)) / root.scale**2
     B, A, _, _ = low_rank(regression, root, rank=rank)
     mean, target = sums.means()
-    return AffineFit(B, A, target - B @ (A @ mean))
+    return AffineFit(B, A, target - B @ (A @ mean) if sums.centred else torch.zeros_like(target))
 
 
 def run_affine(fit: AffineFit, X: Tensor) -> Tensor:

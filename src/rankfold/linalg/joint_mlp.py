@@ -31,7 +31,8 @@ class MLP(NamedTuple):
 
 
 class JointMLP(NamedTuple):
-    """Result of :func:`joint_mlp`; factors and biases in the dtype of the weights. Both layers always get a bias."""
+    """Result of :func:`joint_mlp`; factors and biases in the dtype of the weights. A bias that the dense layer lacks is
+    zero."""
 
     B_up: Tensor  # (F, r_u)
     A_up: Tensor  # (r_u, d)
@@ -68,7 +69,7 @@ def joint_mlp(
 ) -> JointMLP:
     r"""Low-rank up and down projections that make up for each other's error.
 
-    Minimises, over rank-limited ``W_u``, ``W_d``, biases and free ``Z``, ``A``, per token,
+    Minimises, over rank-limited ``W_u``, ``W_d``, the biases that there are and free ``Z``, ``A``, per token,
 
     .. math:: L_4 = \alpha\|W_u X + b_u - Z\|^2 + \beta\|A - \mathrm{relu}(Z)\|^2 + \gamma\|W_d A + b_d - Y\|^2
 
@@ -104,7 +105,7 @@ def joint_mlp(
     dense = _in_fp64(mlp, X)
     inputs, hidden = _sums(dense, X)
     loss = _loss(inputs, hidden, weights, ridge)
-    root = damped_root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
+    root = damped_root(inputs.moment(), loss.damp_up)  # the inputs stay as they are: decomposed once
 
     def fit_up(inputs: Sums) -> AffineFit:
         return fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
@@ -163,12 +164,17 @@ def relu_preactivation(U: Tensor, A: Tensor, *, alpha: float, beta: float) -> Te
 
 def _sums(mlp: MLP, X: Tensor) -> tuple[Sums, Sums]:
     """Of ``X`` and ``Z``, and of ``A`` and ``Y``, before the first round."""
-    inputs, hidden = Sums(), Sums()
+    inputs, hidden = _empty(mlp)
     for x in _chunks(X):
         Z, A, Y = _dense(mlp, x)
         inputs.add(x, Z)
         hidden.add(A, Y)
     return inputs, hidden
+
+
+def _empty(mlp: MLP) -> tuple[Sums, Sums]:
+    """Return no sums yet of both layers; a layer without a bias is fitted without one."""
+    return Sums(centred=mlp.b_up is not None), Sums(centred=mlp.b_down is not None)
 
 
 def _in_fp64(mlp: MLP, X: Tensor) -> MLP:
@@ -203,7 +209,7 @@ def _pass(
     Returns:
         L4 of the last of ``fits``, before ``last``; sums of ``X`` and ``Z``, and of ``A`` and ``Y``, after it.
     """
-    inputs, hidden, value = Sums(), Sums(), 0.0
+    (inputs, hidden), value = _empty(mlp), 0.0
     for x in _chunks(X):
         Z, A, Y = _dense(mlp, x)
         for pair in fits[:-1]:
