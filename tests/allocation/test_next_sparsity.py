@@ -47,6 +47,15 @@ def test_what_loses_nothing_goes_to_the_end_of_what_can_be_reached():
     assert runs[-1].sparsity == pytest.approx(0.5, abs=1e-3) and len(runs) <= RUNS
 
 
+@pytest.mark.parametrize("scale", [0.1, 0.03, 0.01])
+@pytest.mark.parametrize("quality", [0.95, 0.8])
+def test_what_loses_much_less_than_expected_ends_near_and_within(scale, quality):
+    """As opt-6m does, of which half can go."""
+    allowed = -math.log(quality)
+    runs = searched(guessed_loss, lambda s: -0.001 if s < 0.1 else scale * guessed_loss(s), allowed)
+    assert len(runs) <= RUNS and NEAR * allowed <= max(run.loss for run in runs if run.is_within(allowed))
+
+
 def test_a_jump_ends_at_the_run_before_it():
     runs = searched(guessed_loss, lambda s: 0.01 if s < 0.1 else 0.3, 0.1)
     assert len(runs) <= RUNS and any(run.is_within(0.1) for run in runs)

@@ -9,7 +9,9 @@ LEAST = 0.005  # sparsity that is worth a run
 STEP = 1e-4  # between sparsities that are tried
 RUNS = 4  # at most
 FORWARD = 0.25  # of the way from a run that kept it to one that did not, at least: losses are flat first and steep then
-CORRECTED = 0.05  # of what is predicted at least: a refit may lose nothing at all at a small sparsity
+# Of what is predicted at least, after one run: a refit may lose nothing at all at a small sparsity. After n runs its
+# power of n, so that a model that loses little is not left far from what may be lost.
+CORRECTED = 0.05
 ROUNDING = 1e-9  # nats: what is predicted to lose less loses nothing
 
 Curve = Callable[[float], float]  # sparsity -> expected loss; infinite where it cannot be reached
@@ -73,7 +75,8 @@ def _solve(curve: Curve, value: float, low: float, high: float) -> float:
 
 def _correction(curve: Curve, runs: list[Lost], sparsity: float) -> float:
     """Return actual over predicted losses at a sparsity: between runs interpolated, beyond them as at the nearest."""
-    known = sorted((run.sparsity, max(run.loss / max(curve(run.sparsity), ROUNDING), CORRECTED)) for run in runs)
+    least = CORRECTED ** len(runs)
+    known = sorted((run.sparsity, max(run.loss / max(curve(run.sparsity), ROUNDING), least)) for run in runs)
     if not known:
         return 1.0
     (a, at_a), (b, at_b) = (
