@@ -74,7 +74,8 @@ def _solve(curve: Curve, value: float, low: float, high: float) -> float:
 
 
 def _correction(curve: Curve, runs: list[Lost], sparsity: float) -> float:
-    """Return actual over predicted losses at a sparsity: between runs interpolated, beyond them as at the nearest."""
+    """Return actual over predicted losses at a sparsity: beyond runs as at the nearest, between them geometrically, as
+    losses that are flat first and steep then."""
     least = CORRECTED ** len(runs)
     known = sorted((run.sparsity, max(run.loss / max(curve(run.sparsity), ROUNDING), least)) for run in runs)
     if not known:
@@ -83,4 +84,4 @@ def _correction(curve: Curve, runs: list[Lost], sparsity: float) -> float:
         max((k for k in known if k[0] <= sparsity), default=known[0]),
         min((k for k in known if k[0] >= sparsity), default=known[-1]),
     )
-    return at_a if a == b else at_a + (at_b - at_a) * (sparsity - a) / (b - a)
+    return at_a if a == b else at_a * (at_b / at_a) ** ((sparsity - a) / (b - a))

@@ -69,7 +69,7 @@ TargetSize = Annotated[
 KeepQuality = Annotated[
     float | None,
     of_method(
-        help="Instead of --sparsity: share of a held-out token's likelihood to keep, e.g. 0.95. Takes about two runs."
+        help="Instead of --sparsity: share of a held-out token's likelihood to keep, e.g. 0.95. Takes two to four runs."
     ),
     Excludes(
         ("sparsity", "components", "recover", "gpu"),
