@@ -49,6 +49,7 @@ def watched(monkeypatch):
     return seen
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_perplexities_are_those_of_the_whole_models(family, mode):
@@ -103,6 +104,7 @@ def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same
 @pytest.mark.parametrize(
     "name", ["modegpt", "modegpt selection=leverage,selection_qk=norm,gqa=paper,qk=cr,bias_refit=false"]
 )
+@pytest.mark.kinds
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched):
     """The same numbers by the same words: only the windows differ between `relative_error` and `held_out_error`."""

@@ -84,6 +84,7 @@ def bytes_of(folder) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.kinds
 @pytest.mark.parametrize("family, option", MATRIX)
 def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path, few_steps):
     model, plan = compressed(family, **(OPTIONS | OPTIONS_FREE)[option])

@@ -122,6 +122,7 @@ def test_nothing_else_changes(run, family):
     assert len(touched) == len(linears(run[3], family)) and all(name.endswith(".weight") for name in touched)
 
 
+@pytest.mark.kinds
 def test_the_result_is_a_stock_model_that_saves_and_loads(run, family, name, tmp_path):
     source, _, folder, _ = run
     method = method_for(family, name)

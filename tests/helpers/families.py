@@ -24,7 +24,13 @@ HEADS_OF_STATES = {  # of linear attention
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
-HEADS_OF_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+HEADS_OF_MAMBA = {
+    "mamba_chunk_size": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 

@@ -24,6 +24,8 @@ FAST = (
 )
 # ... but for these, which alone take as long as the others together.
 SLOW = ("linalg/test_bounds.py", "linalg/test_joint_mlp.py")
+# Files of which no case is in the matrix: to train their models once more takes longer than to run all cases.
+WHOLE = ("e2e/test_quality.py",)
 FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")
@@ -70,7 +72,7 @@ def mark(items: list[pytest.Item]) -> None:
             continue
         if is_in(item.path, FAST) and not is_in(item.path, SLOW):
             item.add_marker("fast")
-        else:
+        elif not is_in(item.path, WHOLE):
             files[item.path].append(item)
     for path, cases in files.items():
         spanning = span(cases, kinds_of(path))
