@@ -39,26 +39,14 @@ def opt(width: int, layers: int, heads: int, hidden: int, vocabulary: int) -> tr
     )
 
 
-def llama(width: int, layers: int, heads: int, groups: int, hidden: int, vocabulary: int, tied: bool):
-    return transformers.LlamaConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=hidden,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
-
-
 SMALL = {  # really compressed and counted
     "opt, 2 blocks of d = 256": lambda: opt(256, 2, 8, 1024, 4096),
-    "llama, 2 blocks of d = 192, GQA 3/1": lambda: llama(192, 2, 3, 1, 512, 4096, True),
+    "llama, 2 blocks of d = 192, GQA 3/1": lambda: common.llama(192, 512, 3, 1, 2, 4096, tie_word_embeddings=True),
 }
 LARGE = {  # shapes only
     "opt-6.7b": lambda: opt(4096, 32, 32, 16384, 50272),
-    "llama-2-7b": lambda: llama(4096, 32, 32, 32, 11008, 32000, False),
-    "smollm2-135m": lambda: llama(576, 30, 9, 3, 1536, 49152, True),
+    "llama-2-7b": lambda: common.llama(4096, 11008, 32, 32, 32, 32000, tie_word_embeddings=False),
+    "smollm2-135m": lambda: common.llama(576, 1536, 9, 3, 30, 49152, tie_word_embeddings=True),
 }
 
 

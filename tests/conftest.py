@@ -21,8 +21,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    repeated = set(tiers.repeated(items))
-    config.hook.pytest_deselected(items=[item for item in items if item in repeated])
+    repeated = tiers.repeated(items)
+    config.hook.pytest_deselected(items=[*repeated])
     items[:] = [item for item in items if item not in repeated]
     tiers.mark(items)
 

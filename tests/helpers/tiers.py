@@ -43,20 +43,17 @@ KINDS = (
 )
 
 
-def repeated(items: list[pytest.Item]) -> list[pytest.Item]:
+def repeated(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return cases of functions marked ``kinds`` on families that another one of their kind stands for."""
-    found = defaultdict(list)
+    functions, found = defaultdict(list), set()
     for item in items:
         if item.get_closest_marker("kinds"):
-            found[item.path, item.originalname].append(item)
-    return [item for cases in found.values() for item in set(cases) - on_kinds(cases)]
-
-
-def on_kinds(cases: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases of one function on families of :data:`KINDS`."""
-    values = {item: values_of(item) for item in cases}
-    families = families_of(set().union(*values.values()))
-    return {item for item in cases if all(value in KINDS for axis, value in values[item] if axis in families)}
+            functions[item.path, item.originalname].append(item)
+    for cases in functions.values():
+        values = {item: values_of(item) for item in cases}
+        families = families_of(set().union(*values.values()))
+        found |= {item for item in cases if any(axis in families and kind not in KINDS for axis, kind in values[item])}
+    return found
 
 
 def families_of(values: set[tuple[str, str]]) -> set[str]:
