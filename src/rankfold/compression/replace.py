@@ -11,7 +11,7 @@ from ..architectures import FROM_CONFIG, BlockView, from_config
 from ..errors import NumericsError
 from ..methods import BlockResult
 from ..models.dense_model import DenseModel
-from ..models.weights import as_written
+from ..models.weights import as_computed
 from ..modules import build
 
 
@@ -31,7 +31,7 @@ def replace(view: BlockView, result: BlockResult, source: DenseModel) -> BlockVi
         # of the block itself, or of a module that an earlier stage replaced
         if not any(key.startswith(path + ".") for path in result.modules):
             owner, _, name = key.rpartition(".")
-            computed = nn.Parameter(_as_computed(key, tensor, source), requires_grad=False)
+            computed = nn.Parameter(_checked(key, tensor, source), requires_grad=False)
             setattr(view.module.get_submodule(owner), name, computed)
     if missing := [name for name, parameter in view.module.named_parameters() if parameter.is_meta]:
         raise NumericsError(f"{view.path} was not computed completely: {', '.join(missing)} missing")
@@ -46,7 +46,7 @@ def _put_one(view: BlockView, result: BlockResult, path: str, source: DenseModel
         module = built(spec, getattr(owner, name), view.config)
     adopted = set(spec.get("adopt", {}))
     state = {
-        key.removeprefix(path + "."): _as_computed(key, tensor, source)
+        key.removeprefix(path + "."): _checked(key, tensor, source)
         for key, tensor in result.state.items()
         if key.startswith(path + ".") and key.removeprefix(path + ".").split(".")[0] not in adopted
     }
@@ -123,9 +123,7 @@ def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:
     return dataclasses.replace(view, module=_InOtherCoordinates(view.module, view.basis, behind))
 
 
-def _as_computed(name: str, tensor: Tensor, source: DenseModel) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor.to(source.device)
+def _checked(name: str, tensor: Tensor, source: DenseModel) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise NumericsError("a factor has NaN or infinite entries; raise the ridge or use more calibration tokens")
-    return as_written(name, as_written(name, tensor, source.dtype), source.compute_dtype).to(source.device)
+    return as_computed(name, tensor, source.dtype, source.compute_dtype).to(source.device)

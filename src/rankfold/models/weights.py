@@ -34,6 +34,11 @@ def as_written(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return tensor.to(torch.float32 if CHOOSING.search(name) else dtype)
 
 
+def as_computed(name: str, tensor: torch.Tensor, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it is computed with: rounded as it is written in ``dtype``, and held as ``compute_dtype``."""
+    return as_written(name, as_written(name, tensor, dtype), compute_dtype)
+
+
 def buffer_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Count the bytes of what is written of a module and is no parameter, such as biases that experts are chosen by."""
     state = module.state_dict(keep_vars=True)
@@ -53,10 +58,7 @@ class TensorReader:
     def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result,
         and held as ``dtype``."""
-        return {
-            name: as_written(name, as_written(name, tensor, storage_dtype), dtype)
-            for name, tensor in self._tensors(names)
-        }
+        return {name: as_computed(name, tensor, storage_dtype, dtype) for name, tensor in self._tensors(names)}
 
     def raw(self, name: str) -> torch.Tensor:
         """A tensor with the numbers that are in the files."""
