@@ -14,6 +14,7 @@ from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
 from rankfold.methods.latentllm.experts import decompose_experts
 from rankfold.methods.latentllm.layout import EXPERTS as OF_EXPERTS
 from rankfold.methods.latentllm.mlp import decompose_mlp
+from rankfold.methods.latentllm.options import JOINT
 from rankfold.modules import CompressedAttention, LatentLinear, build
 
 FAMILIES = KINDS
@@ -171,6 +172,7 @@ def test_local_methods_run_and_are_local(name):
         ("qwen3", {"joint": "qk"}, UnsupportedModelError, "qwen3 cannot take the joint form 'qk'.*normalises"),
         ("llama", {"joint": "ud"}, UnsupportedModelError, "llama cannot take the joint form 'ud'.*without gate"),
         ("gpt2", {"joint": "ud"}, UnsupportedModelError, "gpt2 cannot take the joint form 'ud'.*ReLU"),
+        *(("opt", {"joint": pair, "bias_refit": False}, UnsupportedModelError, f"'{pair}'.*biases") for pair in JOINT),
         (
             "qwen2",
             {"joint": "vo", "attention_aware": True},

@@ -194,7 +194,7 @@ FORMS = {
     "per head, joint vo": {"head_junction": True, "joint": "vo"},
     "per head, aware": {"head_junction": True, "joint": "vo", "attention_aware": True},
     "sparse": {"sparse": 0.1},
-    "no refit": {"bias_refit": False, "joint": "qk,vo"},
+    "no refit": {"bias_refit": False},
 }
 
 

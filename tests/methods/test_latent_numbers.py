@@ -5,7 +5,10 @@ import torch
 
 import rankfold
 from families import opened, tokens
-from rankfold.methods.latentllm.layout import slots
+from rankfold import LatentLLM
+from rankfold.methods.latentllm.layout import dense_projections, slots
+
+PATHS = {"up": "fc1", "down": "fc2"}  # in OPT
 
 
 def method_for(**options) -> rankfold.LatentLLM:
@@ -20,6 +23,18 @@ def test_what_rounding_changes_goes_into_no_bias_without_the_refit():
     state = method.decompose(view, moments, ranks).state
     for name, dense in zip("qkv", view.attention.qkv(), strict=True):
         torch.testing.assert_close(state[f"self_attn.{name}_proj.bias"], dense.bias)
+
+
+def test_joint_forms_move_no_bias_without_the_refit():
+    source, method = opened("opt", blocks=1), method_for(bias_refit=False)
+    view = source.block(0)
+    moments = rankfold.calibrate(source, tokens(200), statistics=LatentLLM(sparsity=0.3).statistics(view))[0]
+    ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)}
+    dense, result = dense_projections(method, view), method.decompose(view, moments, ranks)
+    biases = {name.removesuffix(".bias"): t for name, t in result.state.items() if name.endswith("bias")}
+    for module, report in result.reports.items():
+        (bias,) = (t for path, t in biases.items() if path.endswith((f"{module}_proj", PATHS.get(module, "-"))))
+        assert report["form"] == "local" and torch.equal(bias, dense[module].bias), module
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4])

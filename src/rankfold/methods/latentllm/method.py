@@ -15,7 +15,7 @@ from ..base import BlockResult, CompressionStep, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
-from .layout import EXPERTS, FISHER, INPUTS, QKV, fishers, head_identities, slots
+from .layout import EXPERTS, FISHER, INPUTS, QKV, dense_projections, fishers, head_identities, slots
 from .mlp import decompose_mlp
 from .options import COARSE, ROUNDED_BADLY, check_options
 from .report import Report
@@ -39,7 +39,8 @@ class LatentLLM(NarrowingMethod):
         rounds: of the joint up-down form.
         ridge: relative damping of the moments.
         alpha: exponent of ``l1``.
-        bias_refit: let biases take the mean (App. B.2).
+        bias_refit: let biases take the mean (App. B.2); without, pairs that have some are decomposed locally, as joint
+            forms move them.
         condition_limit: largest condition number of the block a junction inverts.
         latent_cache: cache latents instead of heads where that is smaller and still correct.
         bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype.
@@ -111,6 +112,8 @@ class LatentLLM(NarrowingMethod):
             reasons["ud"] = "the closed form of App. H is for an MLP without gate"
         elif not view.relu:
             reasons["ud"] = "the closed form of App. H is for ReLU"
+        for pair in () if self.bias_refit else self._biased_pairs(view):
+            reasons.setdefault(pair, "its form moves the biases, which bias_refit=false keeps")
         for pair in self.joint_asked:
             if pair in reasons:
                 raise UnsupportedModelError(
@@ -132,6 +135,12 @@ class LatentLLM(NarrowingMethod):
         if self.shared_qkv or self.split_head:
             wanted -= {"qk"}
         return wanted - reasons.keys()
+
+    def _biased_pairs(self, view: BlockView) -> set[str]:
+        """Pairs whose joint form would move a bias, or leave out of its loss what one adds (App. E.2, G.1, H)."""
+        dense = dense_projections(self, view)
+        pairs = {"qk": "qk", "vo": "v", "ud": ("up", "down")}
+        return {pair for pair, names in pairs.items() if any(m in dense and dense[m].bias is not None for m in names)}
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         there = slots(self, view)
