@@ -133,12 +133,13 @@ def test_joint_score_errors_are_those_of_raw_scores(family, window):
         assert result.reports[module]["form"].startswith("joint qk")
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha-tied"])
+@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "qwen2", "gpt_oss"])  # with biases of values that stay
 def test_joint_value_output_errors_are_those_of_raw_heads(family):
     view, result, _, _ = decomposed(family, joint="vo")
     X, before, after = raw(view, result)
     h, H = view.attention.head_dim, view.attention.heads
-    W_o = view.attention.output.weight.double(), runtime(result, view, "o")(torch.eye(H * h, dtype=torch.float64)).T
+    project, eye = runtime(result, view, "o"), torch.eye(H * h, dtype=torch.float64)
+    W_o = view.attention.output.weight.double(), (project(eye) - project(0 * eye)).T
 
     def heads(values, W):
         values = values.unflatten(1, (-1, h))

@@ -116,6 +116,26 @@ def test_bias_is_least_squares_on_raw_tokens_and_survives_attention(K, with_bias
     assert error < 0.5 * zero
 
 
+@pytest.mark.parametrize("K", [4, 2])
+def test_means_that_the_values_keep_are_part_of_the_loss(K):
+    X, W_o, W_v, P = setup(K=K, centred=True)
+    b_v = 30 * heads(1, K, h, seed=9)[0]
+    means = W_v @ X.mean(0) + b_v
+    errors = []
+    for kept in (means, None):
+        out = joint_vo(W_o, W_v, P, ranks=(5, 4), means=kept, alternations=100)
+        outputs, values = dense(out)
+        bias = means - values @ X.mean(0)  # the mean values stay
+        Y, Z = (
+            torch.einsum("ioh,inh->ino", O, (X @ V.mT + b[:, None]).repeat_interleave(H // K, 0))
+            for O, V, b in ((W_o, W_v, b_v), (outputs, values, bias))
+        )
+        errors.append(((Y - Z).norm() / Y.norm()).item())
+        if kept is not None:
+            assert out.relative_error == pytest.approx(errors[0], rel=1e-6)
+    assert errors[0] < 0.9 * errors[1]
+
+
 def attention_inputs(K, *, seed=3):
     """Dense o-projection inputs that mix heads: (tokens, H h) and their moment."""
     X, _, W_v, _ = setup(K=K)

@@ -42,7 +42,13 @@ class AttentionAwareOutput(NamedTuple):
 
 @torch.no_grad()
 def joint_vo(
-    W_o: Tensor, W_v: Tensor, precond: Preconditioner, *, ranks: tuple[int, int], alternations: int = 8
+    W_o: Tensor,
+    W_v: Tensor,
+    precond: Preconditioner,
+    *,
+    ranks: tuple[int, int],
+    means: Tensor | None = None,
+    alternations: int = 8,
 ) -> JointVO:
     r"""Latent values and outputs with the smallest error per head.
 
@@ -53,8 +59,10 @@ def joint_vo(
     Args:
         W_o: ``(H, d_out, h)``; from ``o_proj.weight`` by ``.unflatten(1, (H, h)).transpose(0, 1)``.
         W_v: ``(K, h, d)``.
-        precond: of the layer input; made from the covariance if :func:`vo_bias` is used (App. G.1).
+        precond: of the layer input; made from the covariance if :func:`vo_bias` or ``means`` is used (App. G.1).
         ranks: ``(r_o, r_v)``, at most ``min(d_out, H h)`` and ``min(d, K h)``.
+        means: ``(K, h)`` mean values ``W_v mean + b_v``, where a bias of values keeps them, ``b_v + (W_v - B_v A_v)
+            mean``: what the output projection loses of them is then part of the loss (Eq. 96-144, on one side).
         alternations: at most, ``>= 1``; see :func:`rankfold.linalg.joint_qk.joint_qk`.
 
     Raises:
@@ -64,7 +72,8 @@ def joint_vo(
     """
     _check(W_o, W_v, precond)
     L, R = W_o.to(precond.dtype).mT, precond.apply(W_v)  # (H, h, d_out), (K, h, d)
-    tucker = pair_tucker(L, R, ranks=ranks, alternations=alternations)
+    means = None if means is None else means.to(R) / precond.scale
+    tucker = pair_tucker(L, R, ranks=ranks, means=(None, means), alternations=alternations)
     factors = (tucker.left.T, (L @ tucker.left.T).mT, R @ tucker.right.T, precond.undo(tucker.right))
     factors = (factor.to(W_o.dtype).contiguous() for factor in factors)
     return JointVO(*factors, tucker.loss_history, tucker.loss_history[-1])

@@ -53,8 +53,9 @@ def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dens
     centred = {m: method.centres(projection) for m, projection in dense.items()}
     if "qk" in joint and {"q", "k"} <= ranks.keys():
         fits |= _joint_qk(view, given("q", centred["q"]), moments, ranks, layout, dense)
-    if "vo" in joint and {"v", "o"} <= ranks.keys():  # the output's bias takes the mean, where that passes
-        fits |= _joint_vo(view, given("v", centred["o"] and view.attention.averages), moments, ranks, layout, dense)
+    if "vo" in joint and {"v", "o"} <= ranks.keys():
+        passes = centred["o"] and view.attention.averages  # then the output's bias takes the mean, else that of values
+        fits |= _joint_vo(view, given("v", passes or centred["v"]), moments, ranks, layout, dense, passes)
     return fits | {m: local(layout[m], dense[m], given(m, centred[m]), ranks[m]) for m in ranks if m not in fits}
 
 
@@ -197,12 +198,16 @@ def _measured_in_heads(fit: Fit, T: torch.Tensor) -> Measure:
     return InHeads(measure, ("v", "o") if isinstance(measure, AttendedError) else (measure.name,), T)
 
 
-def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:
-    """App. G: shared latents of values and outputs; biases folded into the output's (G.1) where it has one."""
+def _joint_vo(
+    view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense, passes: bool
+) -> dict[str, Fit]:
+    """App. G: shared latents of values and outputs; biases folded into the output's (G.1) where the mean passes."""
     attention, v, o, method = view.attention, dense["v"], dense["o"], layout["v"].method
     W_v, b_v = _heads(v, attention.kv_heads)
     W_o = o.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (H, D, N)
-    fit = joint_vo(W_o, W_v, given.precond, ranks=(ranks["o"], ranks["v"]), alternations=method.alternations)
+    means = W_v @ given.mean + present(b_v) if given.centred and not passes else None
+    pair = (ranks["o"], ranks["v"])
+    fit = joint_vo(W_o, W_v, given.precond, ranks=pair, means=means, alternations=method.alternations)
     form, aware = "joint vo", None
     if method.attention_aware:
         sent, form = moments["attention_output"], "joint vo, attention aware"
@@ -211,7 +216,9 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
         fit = fit._replace(B_o=aware.B_o, A_o=aware.A_o)
     A_o = fit.A_o.transpose(0, 1).flatten(1)  # (r_o, H N)
     bias_o, bias_v = o.bias, v.bias
-    if given.centred:
+    if means is not None:
+        bias_v = (means - fit.B_v @ (fit.A_v @ given.mean)).flatten()
+    elif given.centred:
         bias_o = vo_bias(W_o, W_v, fit, mean=given.mean, b_v=b_v, b_o=o.bias.double())
         bias_v = None if v.bias is None else torch.zeros_like(v.bias)
         if aware:  # attention does not send the mean token
@@ -219,17 +226,17 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
             rest = sent.mean - values.repeat_interleave(attention.heads // attention.kv_heads, 0).flatten()
             bias_o = bias_o + o.weight.double() @ rest - fit.B_o @ (A_o @ (aware.E @ rest))
     factors = {"v": (fit.B_v.flatten(0, 1), fit.A_v, bias_v), "o": (fit.B_o, A_o, bias_o)}
-    measure = HeadError(v, o, attention.head_dim, given.centred)
+    measure = HeadError(v, o, attention.head_dim, passes)
     if aware:
         measure = AttendedError(v, o, attention.head_dim, given.centred, aware.E, given.mean)
     error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
     common: dict[str, Any] = {"form": form, "relative_error": error, "loss_history": tuple(fit.loss_history)}
     common["clamped"] = given.precond.clamped or None
     fits = {m: Fit(*f, Report(rank=ranks[m], of=layout[m].full, **common), measure) for m, f in factors.items()}
-    return _heads_as_targets(fits, given, W_v, W_o, moments, aware) if method.bits else fits
+    return _heads_as_targets(fits, given, W_v, W_o, moments, aware, means) if method.bits else fits
 
 
-def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, aware) -> dict[str, Fit]:
+def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, aware, means) -> dict[str, Fit]:
     """What is refined under rounding: the fit of each side, values by their use in the output, the output by values."""
     heads = len(W_o) // len(W_v)
     metric = (W_o.mT @ W_o).unflatten(0, (len(W_v), -1)).sum(1)  # (K, h, h)
@@ -240,7 +247,9 @@ def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, awa
         C_o = aware.E @ moments["attention_output"].second_moment() @ aware.E.T
     else:
         values = W_v @ given.C @ W_v.mT
-        if given.centred:  # the bias of the values has gone into that of the output
+        if means is not None:
+            values = values + head_moments(means[..., None])
+        elif given.centred:  # the bias of the values has gone into that of the output
             sent = (product(v).weight @ given.mean).unflatten(0, (len(W_v), -1)).repeat_interleave(heads, 0).flatten()
         C_o = torch.block_diag(*values.repeat_interleave(heads, 0))
     v = v._replace(target=Target(product(v).weight, _about(given, taken), metric))

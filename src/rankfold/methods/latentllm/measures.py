@@ -64,27 +64,30 @@ class ScoreError:
 
 @dataclass(frozen=True)
 class HeadError:
-    """Of the outputs of heads (LatentLLM Eq. 184), and of the mean of their sum where the output's bias takes it."""
+    """Of the outputs of heads (LatentLLM Eq. 184): of the mean with them, or of its sum where the output's bias takes
+    it."""
 
     v: Dense
     o: Dense
     head_dim: int
-    centred: bool
+    shifted: bool  # whether the output's bias takes the mean
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
         moment = moments["attention_input"]
-        C = moment.covariance() if self.centred else moment.second_moment()
-        dense, now = (self._pair(v, o) for v, o in ((self.v, self.o), (compressed["v"], compressed["o"])))
+        C = moment.covariance()
+        dense, now = (self._pair(v, o, moment) for v, o in ((self.v, self.o), (compressed["v"], compressed["o"])))
         error = pair_error(dense, now, metrics=(None, C))
-        if not self.centred:
+        if not self.shifted:
             return error
         mean = self._mean(self.v, self.o, moment)
         shift = mean - self._mean(compressed["v"], compressed["o"], moment)
         return (error**2 + (shift.square().sum() / spread(self._energy(dense, C), mean)).item()) ** 0.5
 
-    def _pair(self, v: Dense, o: Dense) -> Pair:
-        W_o = o.weight.double().unflatten(1, (-1, self.head_dim))  # (D, H, h)
-        return Pair(W_o.permute(1, 2, 0), v.weight.double().unflatten(0, (-1, self.head_dim)))
+    def _pair(self, v: Dense, o: Dense, moment: Moment) -> Pair:
+        outputs = o.weight.double().unflatten(1, (-1, self.head_dim)).permute(1, 2, 0)  # (H, h, D)
+        values = v.weight.double().unflatten(0, (-1, self.head_dim))
+        mean = None if self.shifted else values @ moment.mean + _bias(v).unflatten(0, (-1, self.head_dim))
+        return Pair(outputs, values, None, mean)
 
     def _mean(self, v: Dense, o: Dense, moment: Moment) -> Tensor:
         return o.weight.double() @ _sent(v, o, moment.mean, self.head_dim) + _bias(o)
