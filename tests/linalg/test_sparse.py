@@ -132,6 +132,14 @@ def test_low_rank_plus_sparse_never_gets_worse_and_beats_low_rank_alone(seed, ki
     assert int((out.D != 0).sum()) <= count and torch.linalg.matrix_rank(out.B @ out.A) <= rank
 
 
+def test_low_rank_plus_sparse_is_the_best_of_its_rounds():
+    p = problem("tall", seed=1)
+    out = low_rank_plus_sparse(p.W, p.C, rank=4, count=30, method="diagonal", ridge=0.0)
+    best = min(out.loss_history)
+    assert out.loss_history[-1] > 1.1 * best and out.relative_error == best
+    assert rms_error(p.X @ p.W.T, p.X @ (out.B @ out.A + out.D).T) == pytest.approx(best, rel=1e-6)
+
+
 def test_low_rank_plus_sparse_reports_the_raw_error_and_gains_from_both_parts():
     p = problem("gaussian")
     out = low_rank_plus_sparse(p.W, p.C, rank=3, count=30, ridge=1e-12)

@@ -102,8 +102,8 @@ def low_rank_plus_sparse(
 
     Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`, the form of LatentLLM Eq. 231 and the loss of Eq. 232
     without its penalty. The paper iterates an SVD and FISTA, which cannot be told a number of non-zeros, so a shrinkage
-    that can takes its place. Never rises with ``method="hard"``. The paper finds it no better than sparse alone
-    (Fig. 14).
+    that can takes its place. Never rises with ``method="hard"``; the best round is returned. The paper finds it no
+    better than sparse alone (Fig. 14).
 
     Args:
         W, C, count, method: as in :func:`sparse`.
@@ -121,7 +121,7 @@ def low_rank_plus_sparse(
     silent = _silent(C)
     C = damped(C, ridge)
     target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
-    D = torch.zeros_like(target)
+    D, best = torch.zeros_like(target), tuple[Tensor, ...]()
     for _ in range(rounds):
         B, A, _, _ = low_rank(target - D, root, rank=rank)
         rest = target - B @ A
@@ -132,7 +132,10 @@ def low_rank_plus_sparse(
             found = [_shrink(problem, start, count, method, 20)[0] for start in (D, rest)]
             D = min(found, key=problem.error)
         history.append(metric_error(rest - D, target, C))
-    return LowRankSparse(B.to(W.dtype), A.to(W.dtype), D.to(W.dtype), history, 0.0 if silent else history[-1])
+        if history[-1] == min(history):
+            best = B, A, D
+    B, A, D = (factor.to(W.dtype) for factor in best)
+    return LowRankSparse(B, A, D, history, 0.0 if silent else min(history))
 
 
 def _silent(C: Tensor) -> bool:
