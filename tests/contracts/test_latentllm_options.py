@@ -308,6 +308,16 @@ def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
     assert sum(widths) * 4 <= plan.kv_bytes_per_token_after
 
 
+def test_ranks_by_spectra_never_have_more_error_than_those_of_the_plan():
+    source = opened("opt", blocks=1)
+    view, methods = source.block(0), [method_for("opt", qk_ranks=ranks) for ranks in ("plan", "spectra")]
+    moments = rankfold.calibrate(source, tokens(32), statistics=methods[0].statistics(view))[0]
+    for ranks in ({"q": 4, "k": 2}, {"q": 6, "k": 4}, {"q": 10, "k": 10}):
+        planned, chosen = (method.decompose(view, moments, ranks).reports["q"] for method in methods)
+        assert chosen["relative_error"] <= planned["relative_error"]
+        assert chosen["rank"] == chosen["planned_rank"] or chosen["relative_error"] < planned["relative_error"]
+
+
 def test_spectra_where_keys_are_normalised_leave_the_plan_as_it_is():
     model, plan = compressed("qwen3", qk_ranks="spectra")
     assert numbers(model) == plan.parameters_after

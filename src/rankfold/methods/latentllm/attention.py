@@ -11,7 +11,7 @@ import torch
 from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
-from ...linalg.joint_qk import Affine, choose_ranks, joint_qk
+from ...linalg.joint_qk import Affine, JointQK, choose_ranks, joint_qk
 from ...linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from ...linalg.junction import head_block_identity
 from ...linalg.pair_tucker import across
@@ -76,13 +76,20 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
         form += f", window {method.window}"
     facts: dict[str, dict[str, Any]] = {m: {} for m in "qk"}
     pair = (ranks["q"], ranks["k"])
+
+    def fitted(pair: tuple[int, int]) -> JointQK:
+        return joint_qk(W_q, W_k, given.precond, ranks=pair, alternations=method.alternations, **options)
+
+    fit = fitted(pair)
     if method.qk_ranks == "spectra":
         planned = {m: layout[m].numbers(r) for m, r in zip("qk", pair, strict=True)}
         facts = {m: {"planned_rank": ranks[m], "planned_weights": planned[m]} for m in "qk"}
         budget = sum(planned.values())
-        pair = choose_ranks(W_q, W_k, given.precond, budget=budget, multiple=method.rank_multiple, **options)
+        other = choose_ranks(W_q, W_k, given.precond, budget=budget, multiple=method.rank_multiple, **options)
+        # They have the least bound of the error, and seldom more of it than those of the plan.
+        if other != pair and (better := fitted(other)).relative_error < fit.relative_error:
+            fit, pair = better, other
         facts = {m: facts[m] | {"weights": layout[m].numbers(r)} for m, r in zip("qk", pair, strict=True)}
-    fit = joint_qk(W_q, W_k, given.precond, ranks=pair, alternations=method.alternations, **options)
     factors = {
         "q": (fit.B_q.flatten(0, 1), fit.A_q, (fit.b_q if given.centred else b_q)),
         "k": (fit.B_k.flatten(0, 1), fit.A_k, (fit.b_k if given.centred else b_k)),

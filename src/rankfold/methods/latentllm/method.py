@@ -58,8 +58,8 @@ class LatentLLM(NarrowingMethod):
             normalises (Eq. 79-80): ``K h^2`` numbers less of each.
         attention_aware: with ``joint=vo``, refit the output side to what attention sends into it (App. G.2).
         qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q
-            and k together (App. E), once the spectra are known. The plan is then an upper bound;
-            the record has the ranks.
+            and k together (App. E), once the spectra are known, where that lowers the error. The plan is then an upper
+            bound; the record has the ranks.
     """
 
     name: ClassVar[str] = "latentllm"
