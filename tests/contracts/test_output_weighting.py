@@ -25,14 +25,19 @@ from rankfold.methods.modegpt import output_weighting
 GRADIENT = {"output_weighting": "fisher", "rank_multiple": 2, "allocation": "uniform"}
 
 
-def metrics(family: str, index: int) -> dict[str, Tensor]:
-    """``(D, D)`` second moment of the stock model's gradients behind the MLP and the attention of a block."""
+def gradients_of(family: str, index: int) -> dict[str, Tensor]:
+    """``(n, D)`` the stock model's gradients behind the MLP and the attention of a block."""
     model = tiny_model(family)
     block = blocks_of(model)[index]
     paths = {module: name for name, module in block.named_modules()}
     layers = {"vo": paths[member(member(block, ATTENTION), OUTPUT)], "mlp": paths[member(block, DOWN)]}
     found = stock_gradients(model, tokens(32).ids, {index: layers})
-    return {name: g.T @ g / len(g) for (_, name), g in found.items()}
+    return {name: g for (_, name), g in found.items()}
+
+
+def metrics(family: str, index: int) -> dict[str, Tensor]:
+    """``(D, D)`` second moments of these."""
+    return {name: g.T @ g / len(g) for name, g in gradients_of(family, index).items()}
 
 
 def compressed(folder, family: str, cls=MoDeGPT, **options):
@@ -125,16 +130,21 @@ def test_values_fitted_to_what_attention_sends_are_the_best_in_the_metric_of_the
     assert record["blocks"]["0"]["vo"]["predicted_loss"] == pytest.approx(lost, rel=1e-3)
 
 
-def test_the_predicted_loss_is_that_of_the_installed_weights(tmp_path):
-    small, record, dense = compressed(tmp_path / "small", "llama", modules={"mlp": 0.3})
-    for index in range(3):
-        a = look(dense, tokens(32).ids, index).hidden.double()
+@pytest.mark.parametrize(("family", "cls"), [("llama", MoDeGPT), ("gemma2", Rankfold), ("olmo2", Rankfold)])
+def test_the_predicted_loss_is_that_of_the_installed_weights(family, cls, tmp_path):
+    """Where a norm follows, errors are over the RMS of a token's output, and gradients are times that."""
+    small, record, dense = compressed(tmp_path / "small", family, cls, modules={"mlp": 0.3})
+    for index in range(3 if cls is MoDeGPT else 1):
+        a, g = look(dense, tokens(32).ids, index).hidden.double(), gradients_of(family, index)["mlp"]
         W = weight_of(blocks_of(dense)[index].mlp.down_proj).double()
+        if cls is Rankfold:
+            rms = (a @ W.T).square().mean(1, keepdim=True).sqrt()
+            a, g = a / rms, g * rms
         rows = [weight_of(blocks_of(m)[index].mlp.up_proj) for m in (dense, small)]
         keep = [next(i for i, row in enumerate(rows[0]) if torch.equal(row, kept)) for kept in rows[1]]
         gap = W.clone()
         gap[:, keep] -= weight_of(blocks_of(small)[index].mlp.down_proj).double()
-        wanted = (metrics("llama", index)["mlp"] @ gap @ (a.T @ a / len(a)) @ gap.T).trace().item() / 2
+        wanted = (g.T @ g / len(g) @ gap @ (a.T @ a / len(a)) @ gap.T).trace().item() / 2
         assert record["blocks"][str(index)]["mlp"]["predicted_loss"] == pytest.approx(wanted, rel=1e-3)
 
 

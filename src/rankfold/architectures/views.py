@@ -160,10 +160,11 @@ class BlockView:
         )
 
     def norm_behind(self, layer: nn.Module) -> Norm | None:
-        """What the output of one of its output projections goes through before it is added; ``None``: nothing."""
+        """What the output of one of its output projections goes through before it is added; ``None``: nothing, or the
+        projection has a bias, which would be divided too, and could not take a mean then."""
         names, layers = self.architecture.norms_behind, self.layers
         for name, place in zip(names or (), ("o", "down"), strict=False):
-            if layers.get(place) is layer:
+            if layers.get(place) is layer and getattr(layer, "bias", None) is None:
                 return read_norm(self.module.get_submodule(name), offset=0.0, centres=False)
         return None
 

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..architectures import BlockView, read_linear
+from ..architectures import BlockView, Norm, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
+from .observers import rms_behind
 
 
 class BackwardObserver(Protocol):
@@ -32,13 +33,19 @@ class BackwardObserver(Protocol):
 
 
 class OutputGradient:
-    """Second moment ``E[g g^T]`` over tokens of the gradient ``g`` at the output of a layer, about zero."""
+    """Second moment ``E[g g^T]`` over tokens of the gradient ``g`` at the output of a layer, about zero.
 
-    def __init__(self, layer: nn.Module):
-        self.layer = layer
+    Args:
+        norm: that the layer's output goes through; the gradient is then multiplied by the RMS of that output.
+    """
+
+    def __init__(self, layer: nn.Module, norm: Norm | None = None):
+        self.layer, self.norm = layer, norm
         self.sums: VectorMoment | Any = None  # made with the first batch
 
     def add(self, x: Tensor, g: Tensor) -> None:
+        if self.norm is not None:
+            g = g.float() * rms_behind(self.layer, x, self.norm)
         if self.sums is None:
             self.sums = VectorMoment(g.shape[-1], g.device)
         self.sums.add(g)
@@ -104,7 +111,8 @@ KINDS = {
     "bias_gradient": BiasGradient,
     "fisher": Fisher,
 }
-# What a backward pass can measure in a block: name -> layer and observer. Methods name the ones they need.
+# What a backward pass can measure in a block: name -> layer and observer. Methods name the ones they need; with
+# "norms_behind" among the names, errors at an output count relative to it where a norm follows.
 GRADIENTS: dict[str, tuple[str, type]] = {
     f"{layer}_{kind}": (layer, observer) for layer in LAYERS for kind, observer in KINDS.items()
 }
@@ -112,9 +120,15 @@ GRADIENTS: dict[str, tuple[str, type]] = {
 
 def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
     """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
-    return lambda view: {
-        name: observer(view.layers[layer]) for name, (layer, observer) in GRADIENTS.items() if name in names
-    }
+
+    def observers(view: BlockView) -> dict[str, BackwardObserver]:
+        found = {name: kind(view.layers[layer]) for name, (layer, kind) in GRADIENTS.items() if name in names}
+        for observer in found.values():
+            if "norms_behind" in names and isinstance(observer, OutputGradient):
+                observer.norm = view.norm_behind(observer.layer)
+        return found
+
+    return observers
 
 
 def numbers(view: BlockView, names: set[str]) -> int:

@@ -32,8 +32,7 @@ class Scene:
         return self.view.module.get_submodule(path)
 
     def input_of(self, module: nn.Module) -> Observer:
-        # A bias would be divided too, and could not take a mean then.
-        norm = self.view.norm_behind(module) if self.norms_behind and getattr(module, "bias", None) is None else None
+        norm = self.view.norm_behind(module) if self.norms_behind else None
         return InputObserver(module, absolute=self.absolute, windows=self.windows, norm=norm)
 
     def dense_input(self, name: str) -> Observer:

@@ -72,7 +72,7 @@ class Rankfold(MoDeGPT):
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """Queries, keys, values; the output projection on what these became; MLP and experts on the new attention."""
         full, corrected = view.attention.head_dim, self.follows(view)
-        norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
+        norms = self._norms(view)
         found = []
         if ranks.keys() & {"qk", "vo"}:
             needed = self._statistics_of_modules(view)
@@ -114,6 +114,13 @@ class Rankfold(MoDeGPT):
         width, sent = attention.output.weight.shape[0], attention.heads * attention.head_dim
         refit = Work({("cholesky", sent): 1.0, ("solve", sent): width / sent})
         return found + refit + multiplying(2 * width, sent, sent)
+
+    def gradients(self, view: BlockView) -> set[str]:
+        found = super().gradients(view)
+        return found | self._norms(view) if found else found
+
+    def _norms(self, view: BlockView) -> set[str]:
+        return {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         needed, sent = super()._statistics_of_modules(view), {"attention_output"}
