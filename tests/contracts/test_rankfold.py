@@ -109,6 +109,21 @@ def test_what_is_still_missing_is_what_the_record_says(run, family):
     assert corrected or family in NORM_BEHIND
 
 
+@pytest.mark.parametrize("name", ["opt", "llama-bias"])
+def test_a_bias_that_stays_is_not_missing(name):
+    method, text = method_for(name, bias_refit=False, allocation="uniform"), wide_tokens()
+    result = rankfold.compress(opened(name), method=method, calibration=text)
+    missing = missing_and_received(tiny_model(name), result.model, text.held_out, 0, name)
+    block, report = blocks_of(result.model)[0], result.record["blocks"]["0"]
+    for module, layer in {"vo": member(member(block, ATTENTION), OUTPUT), "mlp": member(block, DOWN)}.items():
+        wanted, received = missing[module]
+        wanted = wanted - layer.bias.detach().double()
+        left = wanted - received @ weight_of(layer).double().T
+        ratio = (left.square().sum() / wanted.square().sum()).item()
+        assert ratio == pytest.approx(report[module]["missing_after"], rel=2e-3), module
+        assert report[module]["residual_correction"] > 0
+
+
 def test_planned_equals_actual_and_the_budget_holds(run, family):
     dense, small, record = run
     parameters = sum(p.numel() for p in dense.parameters()) - sum(p.numel() for p in small.parameters())

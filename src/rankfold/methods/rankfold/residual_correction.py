@@ -5,6 +5,7 @@ Shape legend: F input width of the projection, D model width.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...architectures import Dense
@@ -28,13 +29,16 @@ def repair(
     Args:
         moments, held_out: of windows to fit and of others.
         names: statistics of its input and of what is missing.
-        centred: it has a bias, which takes the means, and the covariances are fitted.
+        centred: it has a bias, which takes the means, and the covariances are fitted. Where a bias stays as it is, the
+            weight is fitted to what is missing beyond it.
 
     Returns:
         Weights in fp64.
     """
     received, missing = (moments[name] for name in names)
-    about = (received.mean, missing.mean) if centred else None
+    about = None
+    if dense.bias is not None:
+        about = (received.mean, missing.mean) if centred else (torch.zeros_like(received.mean), dense.bias.double())
     fit, others = (regression(these[names[0]], these[names[1]], about) for these in (moments, held_out))
     correction = correct(dense.weight.double(), fit, others)
     bias = missing.mean - correction.W @ received.mean if centred else dense.bias
