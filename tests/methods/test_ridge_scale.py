@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import rankfold
+from activations import blocks_of
 from families import opened, tokens
-from rankfold import MoDeGPT
+from rankfold import MoDeGPT, Rankfold
 from rankfold._utils.files import read_json
 
 
@@ -23,3 +24,17 @@ def test_the_scores_are_those_of_lambda_on_the_sum(family, bias_refit, rows, tmp
         scores = (C @ torch.linalg.inv(C + lam * torch.eye(len(C), dtype=C.dtype))).diagonal()
         dropped = scores.sort().values[: report["mlp"]["of"] - report["mlp"]["rank"]].sum().item()
         assert report["mlp"]["epsilon"] == pytest.approx(dropped, rel=1e-4)
+
+
+def test_of_what_attention_sends_it_is_the_same_fraction():
+    source, options = opened("llama"), {"modules": {"vo": 0.4}, "rank_multiple": 2, "residual_correction": False}
+    sent = rankfold.calibrate(source, tokens(), statistics={"attention_output"})[0]["attention_output"].second
+    lam = 0.1 * sent.diagonal().mean().item()
+    found = []
+    for given in ({"ridge": 0.1}, {"ridge": lam, "ridge_scale": "absolute"}, {"ridge": 1e-4}):
+        small = rankfold.compress(
+            source, method=Rankfold(allocation="uniform", **options, **given), calibration=tokens()
+        ).model
+        found.append(blocks_of(small)[0].self_attn.o_proj.weight)
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])

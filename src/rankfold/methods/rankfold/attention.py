@@ -16,6 +16,7 @@ from ...linalg.psd import relative
 from ..base import BlockResult
 from ..modegpt.attention import GRADIENT, CompressedHalf, compress_attention, map_heads, values_move
 from ..modegpt.attention import compress_vo as values_alone
+from ..modegpt.mlp import relative_ridge
 from ..modegpt.output_weighting import output_root, predicted_loss, weighted
 from .remove_module import without_attention
 from .residual_correction import repair
@@ -51,11 +52,12 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
 
     C, root = metric(sent), output_root(moments, GRADIENT)
     factors, groups = paired_factors(*_of_heads(C, weighted(root, W), attention)), attention.heads // K
+    ridge = relative_ridge(method, C, sent.count)
 
     def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)
         down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
-        refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
+        refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=ridge)
         new_v, bias = map_heads(v, fit.down), o.bias
         if centre is not None:
             still = centre
