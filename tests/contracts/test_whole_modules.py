@@ -104,6 +104,14 @@ def test_planned_equals_actual(run, family):
     assert cached == plan.kv_bytes_per_token_after or family == "falcon-gqa"
 
 
+def test_bytes_are_those_of_all_that_goes_with_a_module(run, family):
+    """Its biases, too."""
+    source, *_, model = run
+    priced = {unit.key: unit for unit in rank_options(source, replace(method_for(family), budget="bytes")).priced}
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (source.model, model))
+    assert sum(priced[key].dense - priced[key].size(0) for key in GONE) == 4 * (before - after)
+
+
 def test_generation_with_cache_equals_without(run):
     *_, model = run
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -223,9 +223,10 @@ def _priced(source: DenseModel, units: list[PrunableModule], size: Size) -> list
 
 
 def _falling(ranks: tuple[int, ...], sizes: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Keep ranks whose size is below that of every larger one; rank 0 takes nothing, every other something."""
+    """Keep ranks whose size is below that of every larger one; every rank but 0, with which biases go too, takes
+    something."""
     kept = [len(ranks) - 1]
     for n in range(len(ranks) - 2, -1, -1):
-        if (ranks[n] > 0) <= sizes[n] < sizes[kept[-1]]:
+        if (ranks[n] == 0 or sizes[n] > 0) and sizes[n] < sizes[kept[-1]]:
             kept.append(n)
     return tuple(ranks[n] for n in kept[::-1]), tuple(sizes[n] for n in kept[::-1])
