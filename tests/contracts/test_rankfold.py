@@ -169,6 +169,21 @@ def test_attention_aware_values_and_output_are_the_regression_on_what_attention_
     assert losses[True] < 0.97 * losses[False]
 
 
+def test_in_the_papers_form_of_grouped_queries_values_do_not_look_at_the_output_projection():
+    """What is kept of a value head are the leading eigenvectors of what it sends, over its query heads."""
+    options = {"modules": {"vo": 0.5}, "rank_multiple": 2, "residual_correction": False, "allocation": "uniform"}
+    source, text = opened("llama"), wide_tokens()
+    small = rankfold.compress(source, method=Rankfold(**options, gqa="paper"), calibration=text).model
+    sent = streams(tiny_model("llama"), text.ids, 0)["sent"].unflatten(1, (2, 2, 8))  # (n, K, G, N)
+    W, reduced = (weight_of(blocks_of(m)[0].self_attn.v_proj).unflatten(0, (2, -1)) for m in (source.model, small))
+    for k in range(2):
+        rows = sent[:, k].flatten(0, 1)
+        kept = torch.linalg.lstsq(W[k].T.double(), reduced[k].T.double()).solution  # (N, R)
+        fit = rows @ kept @ torch.linalg.lstsq(rows @ kept, rows).solution
+        least = torch.linalg.eigvalsh(rows.T @ rows)[: 8 - kept.shape[1]].sum()
+        assert (rows - fit).square().sum().item() == pytest.approx(least.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("module", ["mlp", "vo"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "exaone4", "glm4"])
 def test_where_a_norm_follows_every_token_counts_alike(name, module):

@@ -5,6 +5,7 @@ Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R k
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..._utils.present import present
@@ -51,8 +52,10 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         return moment.second_moment() if centre is None else moment.about(centre)
 
     C, root = metric(sent), output_root(moments, GRADIENT)
-    factors, groups = paired_factors(*_of_heads(C, weighted(root, W), attention)), attention.heads // K
-    ridge = relative_ridge(method, C, sent.count)
+    A, B = _of_heads(C, weighted(root, W), attention)
+    if method.gqa == "paper" and attention.heads != K:
+        B = torch.eye(A.shape[-1]).to(A).expand_as(A)
+    factors, groups, ridge = paired_factors(A, B), attention.heads // K, relative_ridge(method, C, sent.count)
 
     def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)
