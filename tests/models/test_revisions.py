@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import transformers
+from huggingface_hub import errors
 
 import rankfold
 from families import tokens
@@ -96,6 +97,33 @@ def test_a_revision_that_is_not_there_is_named(hub):
         CheckpointError, match=r"cannot get 'owner/name' at revision 'v9' from the hub \(Invalid rev id: v9\)"
     ):
         rankfold.open_model("owner/name", revision="v9")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            errors.GatedRepoError,
+            "it is gated); accept its conditions at https://huggingface.co/o/n and log in with `hf auth login`",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "there is no such repository, or it is private); check the name, or log in with `hf auth login`",
+        ),
+        (errors.RevisionNotFoundError, "it has no such revision); give a branch, a tag or a commit of it"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_by_its_kind(kind, said, monkeypatch):
+    """The first line of each is "401 Client Error."."""
+
+    def refuse(*_, **__):
+        raise kind("401 Client Error.\n\nMore of it", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    for function in (rankfold.open_model, rankfold.load):
+        with pytest.raises(CheckpointError) as raised:
+            function("o/n")
+        assert str(raised.value).startswith(f"cannot get 'o/n' from the hub ({said}")
 
 
 @pytest.mark.parametrize("function", [rankfold.open_model, rankfold.load])

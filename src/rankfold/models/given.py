@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from .._utils.reporting import reporting
+from .._utils.reporting import asking_hub
 from ..architectures import Architecture, Part, part_of
 from ..errors import CheckpointError, UnsupportedModelError
 from ..modules import METHOD_NAME, METHOD_NAMES
@@ -71,7 +71,7 @@ def _check_repository(name: str, revision: str | None) -> None:
     repository, wanted = split_revision(name, revision)
     name = f"{repository}@{wanted}" if wanted else repository
     what = f"{name!r} is not complete in the hub's cache, and the hub cannot be asked"
-    with reporting(CheckpointError, what, "check the connection, or download it elsewhere and give the folder"):
+    with asking_hub(repository, what, "check the connection, or download it elsewhere and give the folder"):
         files = HfApi().list_repo_files(repository, revision=wanted)
     check_listing(Listing(name, frozenset(files), is_on_hub=True))
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from .._utils.hub_id import is_hub_id
-from .._utils.reporting import reporting
+from .._utils.reporting import asking_hub
 from ..errors import CheckpointError, OptionError
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -56,7 +56,7 @@ def locate(name: str, revision: str | None = None) -> Path:
     copies = ["consolidated*", "original/*"]  # the same weights in the maker's own format
     what = f"cannot get {repository!r}{f' at revision {wanted!r}' if wanted else ''} from the hub"
     advice = "check the name and the connection, or download it elsewhere and give the folder"
-    with reporting(CheckpointError, what, advice):
+    with asking_hub(repository, what, advice):
         return Path(snapshot_download(repository, revision=wanted, allow_patterns=patterns, ignore_patterns=copies))
 
 
