@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import RepositoryNotFoundError
 
 import rankfold
 from rankfold.exports import push as package
@@ -92,6 +93,16 @@ def test_a_model_that_lay_here_names_none_on_the_hub(small, hub):
     rankfold.push(small, "me/small")
     data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()
     assert not {"base_model", "license", "datasets"} & data.keys()
+
+
+def test_so_does_one_that_the_hub_no_longer_has(small, hub, tmp_path, monkeypatch):
+    def deleted(*_, **__):
+        raise RepositoryNotFoundError("401 Client Error.", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(hub, "model_info", deleted)
+    rankfold.push(changed(small, tmp_path, base_model="org/name"), "me/small")
+    data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()
+    assert not {"base_model", "license", "base_model_relation"} & data.keys()
 
 
 def test_a_damaged_model_goes_up_only_when_forced(small, hub, tmp_path):

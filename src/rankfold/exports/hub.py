@@ -1,9 +1,11 @@
 """Share a compressed checkpoint on the Hugging Face hub, with a model card that its search understands."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from .._utils.hub_id import is_hub_id
 from .._utils.reporting import reporting
@@ -59,9 +61,11 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
 def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     """Return the model card with what hub search goes by."""
     card = ModelCard.load(folder / CARD)
-    base, data = record["base_model"], cast(ModelCardData, card.data)
+    base, data, of_base = record["base_model"], cast(ModelCardData, card.data), None
     if is_hub_id(base):
-        of_base = api.model_info(base, revision=record.get("revision"))
+        with contextlib.suppress(RepositoryNotFoundError):  # deleted since, or a folder whose name looks like an id
+            of_base = api.model_info(base, revision=record.get("revision"))
+    if of_base:
         known = of_base.card_data.to_dict() if of_base.card_data else {}
         for key in ("license", "license_name", "license_link", "language"):
             if known.get(key):
