@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as t
 
 import rankfold
 from clocks import set_by_hand
-from families import some_ids, tiny_model
+from families import GQA, HEADS_OF_MAMBA, some_ids, tiny_model
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
 from rankfold.recovery import training
@@ -144,6 +145,15 @@ def test_adapters_are_on_the_linear_layers_that_gpt2_stores_transposed(tune, fou
     tuned = network(some_ids()).logits
     assert not torch.allclose(tuned, expected, atol=0.1)
     torch.testing.assert_close(network.merge_and_unload()(some_ids()).logits, tuned, rtol=0, atol=1e-4)
+
+
+def test_the_last_layer_of_a_mamba_mixer_has_no_adapter():
+    """PEFT refuses one in some families: kernels read the weight and pass the adapter by."""
+    config = t.FalconH1Config(**GQA, **HEADS_OF_MAMBA, mamba_d_ssm=64)
+    network = prepared(t.AutoModelForCausalLM.from_config(config), "lora", 4, 0)
+    adapted = {name.rpartition(".lora_A")[0].rpartition("layers.0.")[2] for name, _ in network.named_parameters()}
+    assert {"mamba.in_proj", "self_attn.o_proj", "feed_forward.down_proj"} <= adapted
+    assert "mamba.out_proj" not in adapted
 
 
 def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):

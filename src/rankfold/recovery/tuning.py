@@ -99,6 +99,7 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D)
         and module in read
         and module.weight.numel()
+        and not name.endswith(".mamba.out_proj")  # fused kernels read its weight alone, so PEFT refuses it
         and not any(path in name for path in left_out)
     ]
     if not found:
