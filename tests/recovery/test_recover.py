@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 
 import rankfold
 from clocks import set_by_hand
@@ -436,6 +437,20 @@ def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
     other.resize_token_embeddings(config["vocab_size"] + 8)
     with pytest.raises(rankfold.RankfoldError, match="the teacher has 408 tokens and the model 400"):
         recover(place / "small", other, calibration=place / "manual.txt", **OPTIONS)
+
+
+def test_models_that_predict_no_numbers_are_refused(place, tmp_path, subtests):
+    for what, folder in (("dense", "dense"), ("compressed", "small")):
+        models = {"small": place / "small", "dense": place / "dense", folder: tmp_path / folder}
+        shutil.copytree(place / folder, tmp_path / folder)
+        file = min((tmp_path / folder).glob("*.safetensors"))  # of a compressed model, block 0
+        weights = load_file(file)
+        next(weights[name] for name in weights if "up_proj" in name)[0] = torch.nan
+        save_file(weights, file, metadata={"format": "pt"})
+        for options in ({}, {"blockwise": True}):
+            how = OPTIONS | {"tokens": 2048, "output": tmp_path / f"{what}-{len(options)}"} | options
+            with subtests.test(what, **options), pytest.raises(rankfold.RankfoldError, match="NaN or infinite"):
+                recover(*models.values(), calibration=place / "manual.txt", **how)
 
 
 class Trial:

@@ -19,6 +19,7 @@ from .._utils.processes import broadcast, dealt, from_first, is_first, on_first,
 from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
 from ..data.probes import Probes
+from ..errors import NumericsError
 from .loss import POSITIONS, Head, hidden_states
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,20 @@ def score(model: nn.Module, head: Head, texts: dict[str, Tensor]) -> Losses:
 def nats(losses: Losses) -> dict[str, float]:
     """Return text -> mean loss per predicted token."""
     return {name: torch.cat(some).double().mean().item() for name, some in losses.items()}
+
+
+def check_finite(**models: Losses) -> None:
+    """Raise :class:`NumericsError` where a model that goes in predicts no numbers.
+
+    Args:
+        models: losses of the ``dense`` and of the ``compressed`` one.
+    """
+    for model, losses in models.items():
+        for name, mean in nats(losses).items():
+            if not math.isfinite(mean):
+                raise NumericsError(
+                    f"the {model} model's loss is NaN or infinite on {name!r}; check its weights and their dtype"
+                )
 
 
 def allowed(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:

@@ -145,6 +145,7 @@ def recover(
         UnsupportedModelError: factors are quantised, the model carries adapters, or it predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options, or the cache is of other texts or another
             teacher.
+        NumericsError: the dense or the compressed model predicts NaN.
     """
     options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed, text_column)
     settings = Settings(minutes, adapter, gradient_checkpointing, report_to, cache_logits)
