@@ -162,6 +162,8 @@ class CompressionRun:
         folder = self.folder
         if folder and from_first(lambda: folder.complete):  # what an earlier process could not rename any more
             return CompressionResult.of_folder(from_first(folder.publish), device=str(self.source.device))
+        if folder:
+            folder.go_on_counting()
         self.measure()
         self.plan()
         if on_plan and is_first():

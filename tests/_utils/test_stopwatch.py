@@ -52,6 +52,30 @@ def test_without_a_run_nothing_is_counted():
         pass
 
 
+def test_seconds_of_a_killed_run_are_those_of_all_its_processes(clock, tmp_path, monkeypatch):
+    """On a clock that moves by a second in every step of a block; that of a block which a kill cut short is lost."""
+    decompose = rankfold.MoDeGPT.decompose
+
+    def compress(killed_at=None):
+        def a_second_later(self, view, *args):
+            clock(1)
+            if view.index == killed_at:
+                raise KeyboardInterrupt
+            return decompose(self, view, *args)
+
+        monkeypatch.setattr(rankfold.MoDeGPT, "decompose", a_second_later)
+        method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
+        return rankfold.compress(opened("llama"), method=method, calibration=tokens(16), output=tmp_path / "small")
+
+    for block in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            compress(block)
+    seconds = compress().record["run"]["seconds"]
+    assert seconds == read_record(tmp_path / "small")["run"]["seconds"]
+    assert seconds["total"] == seconds["decomposition"] == 6  # of two steps in each of three blocks
+    assert not (tmp_path / "small" / "seconds.json").exists()
+
+
 @pytest.mark.parametrize("mode", ["sequential", "one-pass"])
 def test_a_record_tells_where_the_time_went(tmp_path, mode):
     begin = time.perf_counter()

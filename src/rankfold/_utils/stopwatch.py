@@ -19,7 +19,7 @@ class Stopwatch:
     """
 
     def __init__(self):
-        self._begin = self._since = time.perf_counter()
+        self._since = time.perf_counter()
         self._parts: dict[str, float] = dict.fromkeys((*PARTS, OTHER), 0.0)
         self._running = [OTHER]  # from the outermost to the innermost
 
@@ -39,7 +39,12 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         """Return the seconds so far: ``total``, and the parts it is made of."""
         self._charge()
-        return {"total": self._since - self._begin, **self._parts}
+        return {"total": sum(self._parts.values()), **self._parts}
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Count what :meth:`seconds` returned in an earlier process, too."""
+        for name in self._parts:
+            self._parts[name] += seconds[name]
 
     def _charge(self) -> None:
         now = time.perf_counter()
@@ -56,6 +61,11 @@ def timed_run() -> Generator[Stopwatch]:
         yield stopwatch
     finally:
         _current.reset(token)
+
+
+def go_on_from(seconds: dict[str, float]) -> None:
+    """:meth:`Stopwatch.add` to the run under way."""
+    _current.get().add(seconds)
 
 
 def seconds_so_far() -> dict[str, float]:

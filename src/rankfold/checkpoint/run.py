@@ -14,8 +14,8 @@ from pathlib import Path
 
 from .._utils.files import check_output, read_json, sweep, sync_files, sync_folder, write_json, write_text, writing
 from .._utils.locking import lock_of, locked
-from .._utils.processes import is_first
-from .._utils.stopwatch import seconds_so_far
+from .._utils.processes import from_first, is_first
+from .._utils.stopwatch import go_on_from, seconds_so_far
 from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..modules import CODE_FILE, code
@@ -37,6 +37,7 @@ class RunFolder:
     Attributes:
         path: where everything lies until the run is done.
         moments, gradients, costs, times: where measurements are kept until then.
+        seconds: where the seconds of the run so far are kept.
         before: where the component that is compressed first lies until then, in a folder of its name.
     """
 
@@ -45,6 +46,7 @@ class RunFolder:
         self.path = self.output.with_name(self.output.name + ".partial")
         self.moments, self.gradients, self.before = (self.path / name for name in ("moments", "gradients", "before"))
         self.costs, self.times = self.path / "costs.json", self.path / "times.json"
+        self.seconds = self.path / "seconds.json"
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -126,8 +128,18 @@ class RunFolder:
         for folder in (self.moments, self.gradients, self.before):
             if folder.exists():
                 shutil.rmtree(folder)
-        for path in (self.costs, self.times):
+        for path in (self.costs, self.times, self.seconds):
             path.unlink(missing_ok=True)
+
+    def keep_seconds(self) -> None:
+        """Leave the seconds so far to the next process, if this one is killed."""
+        with writing(self.path):
+            write_json(self.seconds, seconds_so_far())
+
+    def go_on_counting(self) -> None:
+        """Add the seconds that earlier processes left."""
+        if kept := from_first(lambda: read_json(self.seconds) if self.seconds.exists() else None):
+            go_on_from(kept)
 
     def write_rest(self, source, config, card: str, record: dict) -> dict:
         """Write what is not weights, and declare the folder to be complete.

@@ -116,6 +116,7 @@ class FolderWriter(BlockWriter):
     @time_spent("writing")
     def keep(self, view: BlockView, result: BlockResult) -> None:
         """Make a block durable; where writing overlaps, while the next one is computed."""
+        self.folder.keep_seconds()
         if view.index not in self.kept:
             return self.files.save_report(view.index, result)
         place, path = self.kept.index(view.index), self.path(view.index)
