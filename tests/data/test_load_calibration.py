@@ -63,6 +63,7 @@ DRAWN = {  # read in any order, so in the order of the seed
     "ndarray": ROWS.numpy(),
     "Dataset": datasets.Dataset.from_dict({"input_ids": ROWS.tolist(), "label": [0] * 20}),
     "tensors": datasets.Dataset.from_dict({"input_ids": ROWS.tolist()}).with_format("torch"),
+    "tables": datasets.Dataset.from_dict({"input_ids": ROWS.tolist()}).with_format("pandas"),
     "rows": [{"input_ids": row.tolist(), "labels": row} for row in ROWS],
     "TensorDataset": TensorDataset(ROWS),
 }
@@ -143,10 +144,16 @@ def test_texts_rows_and_data_sets_give_what_a_file_of_them_gives(model, tmp_path
         [{"text": text} for text in TEXTS],
         datasets.Dataset.from_dict({"text": TEXTS, "n": range(40)}),
         datasets.Dataset.from_dict({"n": range(40), "text": TEXTS}).with_format("torch"),
+        datasets.Dataset.from_dict({"n": range(40), "text": TEXTS}).with_format("pandas"),
+        datasets.Dataset.from_dict({"n": range(40), "text": TEXTS}).with_format("arrow"),
     ):
         found = load(data, model)
         assert found.ids.equal(expected.ids) and found.held_out.equal(expected.held_out)
         assert found.draw == expected.draw and found.describe()["source"] == type(data).__name__
+    stream = datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    expected_of_it = load(stream, model).ids
+    for form in ("pandas", "arrow"):
+        assert load(stream.with_format(form), model).ids.equal(expected_of_it)
     body = load(datasets.Dataset.from_dict({"text": ["no"] * 40, "body": TEXTS}), model, text_column="body")
     assert body.ids.equal(expected.ids) and body.describe()["text_column"] == "body"
 
@@ -206,7 +213,7 @@ def test_a_list_is_one_of_names_or_one_of_texts(model, tmp_path, monkeypatch):
         ([tmp_path / "typo.txt"], DataError, "no text at '.*typo.txt'"),
         (["pydocs", "wikitex2"], DataError, "did you mean 'pydoc'"),
         ([], OptionError, "no calibration text is named; give at least one"),
-        ([""], DataError, "no text at '.'"),
+        ([""], DataError, "the calibration data, a list, holds no text; give texts"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             load(data, model)
@@ -278,6 +285,7 @@ MASK = torch.ones(4, 24)
         (torch.tensor(3), "the calibration data is an empty Tensor"),
         (iter(()), "the calibration data is an empty tuple_iterator"),
         (["   ", " "], "the calibration data, a list, holds no text; give texts"),
+        (["", ""], "the calibration data, a list, holds no text; give texts"),
         ([{"body": "x"}], "list, row 0 has no text column 'text'; the row has: body .use text_column."),
         ([{"text": 3}], "row 0: column 'text' holds int, not text"),
         ([{"text": "a b"}, 3], "row 1 has no text column 'text'; the row is a int"),

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
 # Inputs of a model that the samples would not be measured with.
 NOT_HONOURED = ("position_ids", "token_type_ids", "inputs_embeds", "decoder_input_ids")
+TABLES = ("pandas", "polars", "arrow")  # formats of a Dataset that make a table of every row
 KINDS = (
     "the name of a text, a list of texts or of names, name -> share, a datasets.Dataset or rows, token ids (N, T), a "
     "list of them, or batches with input_ids"
@@ -97,6 +98,8 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
 def _given(data, seed: int) -> Given:
     name = type(data).__name__
     datasets = sys.modules.get("datasets")  # who has one of its objects has imported it
+    if datasets and isinstance(data, datasets.Dataset | datasets.IterableDataset) and _format_of(data) in TABLES:
+        data = data.with_format(None)
     if datasets and isinstance(data, datasets.IterableDataset):
         rows = data.shuffle(seed=seed % 2**63, buffer_size=BUFFER)
         return _stream(name, rows, f"stream, buffer of {BUFFER} rows")
@@ -111,6 +114,12 @@ def _given(data, seed: int) -> Given:
     if not isinstance(data, Iterable) or isinstance(data, type | str | bytes | set | frozenset):
         raise OptionError(f"calibration data is {KINDS}; got {name}")
     return _stream(name, data, "first rows")
+
+
+def _format_of(data) -> str | None:
+    """Return what the rows of a Dataset are given as; of an IterableDataset only a private name has it."""
+    streamed = getattr(data, "_formatting", None)
+    return data.format["type"] if hasattr(data, "format") else getattr(streamed, "format_type", None)
 
 
 def _of_tables(data):

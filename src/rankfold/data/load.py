@@ -183,4 +183,4 @@ def _is_name(text: str | Path) -> bool:
 
 
 def _are_texts(strings: Sequence[str]) -> bool:
-    return any(len(text) > LONGEST_NAME or any(map(str.isspace, text)) for text in strings)
+    return not any(strings) or any(len(text) > LONGEST_NAME or any(map(str.isspace, text)) for text in strings)
