@@ -5,6 +5,7 @@ import torch
 from test_latentllm import method_for
 from test_latentllm_options import OPTIONS, OPTIONS_FREE
 
+import rankfold
 from families import opened, some_ids, tokens
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import measure, start
@@ -13,6 +14,7 @@ from rankfold.linalg.lowrank import metric_error
 from rankfold.linalg.rotations import rope_rotations
 from rankfold.methods.latentllm.factor import prepare
 from rankfold.modules import build
+from tiny_encoders import opened_encoder, samples_of
 
 FORMS = {
     "default": {},
@@ -131,6 +133,22 @@ def test_joint_score_errors_are_those_of_raw_scores(family, window):
     for module in "qk":
         assert result.errors[module]({"attention_input": raw_moment(X)}) == pytest.approx(expected, rel=1e-6)
         assert result.reports[module]["form"].startswith("joint qk")
+
+
+def test_keys_ahead_count_as_those_behind_where_attention_is_not_causal():
+    source, method = opened_encoder("modernbert-head"), method_for("llama")
+    view = source.block(0)
+    seen = rankfold.calibrate(source, samples_of(source), statistics=method.statistics(view))[0]
+    result = method.decompose(view, seen, {"q": 16, "k": 16})
+    X, before, after = raw(view, result)
+    theta = rope_rotations(view.inv_freq.double(), view.attention.head_dim, window=5, causal=False)
+
+    def scores(found):
+        q, k = (found[m].unflatten(1, (-1, view.attention.head_dim)) for m in "qk")
+        return torch.einsum("mih,ohj,nij->oimn", q, theta, k)
+
+    expected = rms(scores(after), scores(before))
+    assert result.errors["q"]({"attention_input": raw_moment(X)}) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "qwen2", "gpt_oss"])  # with biases of values that stay

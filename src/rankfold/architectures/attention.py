@@ -212,6 +212,11 @@ class AttentionView:
         """Whether the shares of the tokens add up to one, so that a constant in all values passes; a sink takes one."""
         return self.spec.sinks is None
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return bool(getattr(self.module, "is_causal", True))
+
     def runtime(self) -> dict:
         """What a compressed attention must keep of this one, as its description."""
 
@@ -237,7 +242,7 @@ class AttentionView:
             "interleaved_table": self.spec.interleaved_table,
             "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
             "norm_over": self.spec.norm_over,
-            "causal": bool(getattr(self.module, "is_causal", True)),
+            "causal": self.causal,
             "sinks": self.spec.sinks is not None,
         }
 

@@ -72,7 +72,9 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     if given.centred:
         options["affine"] = Affine(given.mean, present(b_q), b_k if b_k is not None else torch.zeros_like(W_k[..., 0]))
     if attention.rotary_dim and method.window:
-        options["rotations"] = rope_rotations(present(view.inv_freq).double(), attention.head_dim, window=method.window)
+        options["rotations"] = rope_rotations(
+            present(view.inv_freq).double(), attention.head_dim, window=method.window, causal=attention.causal
+        )
         form += f", window {method.window}"
     facts: dict[str, dict[str, Any]] = {m: {} for m in "qk"}
     pair = (ranks["q"], ranks["k"])
