@@ -58,8 +58,10 @@ def few_probe_texts():
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """Keep nothing in the cache of the user."""
+    """Keep nothing in the cache of the user, and ask nothing of the hub, here and in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(constants, "HF_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

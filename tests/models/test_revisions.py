@@ -92,6 +92,26 @@ def test_every_command_asks_for_the_revision(hub, run, line):
         assert {*hub} == {("owner/name", "refs/pr/7")}
 
 
+def test_a_model_that_the_hub_knows_by_one_word_is_that_of_its_owner(hub, place, run, monkeypatch):
+    asked = []
+
+    def model_info(self, name, **_):
+        asked.append(name)
+        return SimpleNamespace(id="owner/name")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    source = rankfold.open_model("one-word@v1")
+    assert source.name == "owner/name" and {*hub} == {("owner/name", "v1")} and asked == ["one-word"]
+    code, _, err = run(f"compress one-word -o by_word --rank-multiple 2 {TEXT}")
+    assert code in (0, None), err
+    assert json.loads((place / "by_word" / "rankfold.json").read_text())["base_model"] == "owner/name"
+    assert hub.pop() == ("owner/name", None) and asked == ["one-word"]
+    for name in ("./gpt2", "gpt2/", "model.gguf", "two words"):
+        with pytest.raises(CheckpointError, match=f"no model at '{name}': expected a folder, a .gguf file, or a hub"):
+            rankfold.open_model(name)
+    assert asked == ["one-word"]
+
+
 def test_a_revision_that_is_not_there_is_named(hub):
     with pytest.raises(
         CheckpointError, match=r"cannot get 'owner/name' at revision 'v9' from the hub \(Invalid rev id: v9\)"

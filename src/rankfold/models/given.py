@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..modules import METHOD_NAME, METHOD_NAMES
 from .auto_classes import auto_class
 from .folders import check_file, check_folder, raw_config
-from .hub import locate, split_revision
+from .hub import locate, repository_of
 from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
@@ -68,7 +68,7 @@ def _check_repository(name: str, revision: str | None) -> None:
     """Say what a repository of the hub is, of which no config and weights came."""
     from huggingface_hub import HfApi
 
-    repository, wanted = split_revision(name, revision)
+    repository, wanted = repository_of(name, revision)
     name = f"{repository}@{wanted}" if wanted else repository
     what = f"{name!r} is not complete in the hub's cache, and the hub cannot be asked"
     with asking_hub(repository, what, "check the connection, or download it elsewhere and give the folder"):

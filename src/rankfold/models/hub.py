@@ -1,5 +1,6 @@
 """Where a model lies: a local folder or file, or a snapshot from the hub."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from .._utils.reporting import asking_hub
 from ..errors import CheckpointError, OptionError
 
 COMMIT = re.compile("[0-9a-f]{40}")
+ONE_WORD = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 
 
 def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -28,6 +30,33 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     return repository, named if at else revision
 
 
+def repository_of(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return a hub id and its revision as :func:`split_revision` does, of what does not lie here.
+
+    The owner of a model that the hub knows by one word, such as ``gpt2``, is asked for.
+
+    Raises:
+        OptionError: as there.
+        CheckpointError: this is no hub id, and no such word.
+    """
+    repository, wanted = split_revision(name, revision)
+    if is_hub_id(repository):
+        return repository, wanted
+    expected = "a folder, a .gguf file, or a hub id such as owner/name or owner/name@revision"
+    what = f"no model at {name!r}: expected {expected}"
+    if not ONE_WORD.fullmatch(repository):
+        raise CheckpointError(what)
+    with asking_hub(repository, what, ""):
+        return _with_owner(repository), wanted
+
+
+@functools.cache
+def _with_owner(word: str) -> str:
+    from huggingface_hub import HfApi
+
+    return HfApi().model_info(word, timeout=10).id
+
+
 def locate(name: str, revision: str | None = None) -> Path:
     """Return the folder of a local path or hub id.
 
@@ -44,12 +73,7 @@ def locate(name: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise OptionError(f"a revision is of a hub id, and {name!r} lies here, got {revision!r}; leave it out")
         return path
-    repository, wanted = split_revision(name, revision)
-    if not is_hub_id(repository):
-        raise CheckpointError(
-            f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name or "
-            "owner/name@revision"
-        )
+    repository, wanted = repository_of(name, revision)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]

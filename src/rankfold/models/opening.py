@@ -22,7 +22,7 @@ from .gguf_config import check_biases, check_size, gguf_config
 from .gguf_reader import parsed_once
 from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
-from .hub import commit_of, split_revision
+from .hub import commit_of, repository_of
 from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
@@ -47,8 +47,8 @@ def open_model(
     """Open a model for compression.
 
     Args:
-        model: hub id (``owner/name``, or ``owner/name@revision``), local folder, local ``.gguf`` file, or a
-            transformers model already in memory, which is not changed.
+        model: hub id (``owner/name``, ``owner/name@revision``, or a word that the hub knows, like ``gpt2``), local
+            folder, local ``.gguf`` file, or a transformers model already in memory, which is not changed.
         dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint
             stores it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
         device: ``cpu``, ``cuda`` or ``mps``: where blocks run, one at a time. A model in memory need not be there.
@@ -73,7 +73,7 @@ def open_model(
     where = resolve_device(device)
     kept, found = resolve_offload(offload, where), resolve_model(model, revision)
     path, is_here = found.path, Path(str(model)).expanduser().exists()
-    name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
+    name = path.name if is_here else repository_of(str(model))[0]  # no local paths in results
     if found.weights is None:
         read = _read_gguf(path, where, wanted, component)
     else:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from .._utils.hub_id import is_hub_id
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, UnsupportedModelError, option
 from .dense_model import DenseModel
 from .devices import DTYPES
 from .given import DEQUANTISES, check_quantised
-from .hub import split_revision
+from .hub import repository_of
 from .listing import CONFIG
 from .opening import _empty
 from .whole import read_config
@@ -76,11 +75,7 @@ def _read(model: str | Path, revision: str | None) -> tuple[PretrainedConfig, st
     if path.exists():
         folder = path.parent if path.name == CONFIG else path
         return read_config(folder), folder.resolve().name
-    name, at = split_revision(str(model), revision)
-    if not is_hub_id(name):
-        raise CheckpointError(
-            f"no config at {str(model)!r}: expected a folder with {CONFIG}, or a hub id such as owner/name"
-        )
+    name, at = repository_of(str(model), revision)
     with reporting(CheckpointError, f"cannot get the config of {name!r}", "check the name and the connection"):
         return AutoConfig.from_pretrained(name, revision=at or "main", trust_remote_code=False), name
 
