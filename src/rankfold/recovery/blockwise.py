@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from .._utils.files import read_json, write_json, write_text
 from .._utils.memory import release_memory
 from .._utils.progress import track
+from .._utils.sizes import size_text
 from ..allocation import unique_parameters
 from ..architectures import BlockView
 from ..calibration.likelihood import token_losses
@@ -176,12 +177,12 @@ class Blockwise:
             and what happened.
         """
         log.info(
-            "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %.2f GiB in addition "
-            "to the program",
+            "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %s in addition to the "
+            "program",
             len(self.student),
             f"{self.epochs * self.ids.numel():,}",
             self.epochs,
-            self.memory_bytes / 2**30,
+            size_text(self.memory_bytes),
         )
         every = [ids for ids in (self.ids, self.unseen, self.probes) if ids is not None]
         self.sides = [Sides(self._start(self.teacher, ids), self._start(self.student, ids)) for ids in every]

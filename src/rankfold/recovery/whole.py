@@ -22,6 +22,7 @@ from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
 from .._utils.present import present
 from .._utils.processes import from_first, gather, on_first, outside_exchanges
+from .._utils.sizes import size_text
 from ..checkpoint.shards import write_processors
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
@@ -244,19 +245,19 @@ class WholeModel:
         disk = training_disk(self.network, self.student) if self.keep else 0
         if from_first(lambda: last_checkpoint(self.work)) is None and from_first(self._free) < disk:
             raise CheckpointError(
-                f"a run that can go on after it is killed takes {disk / 2**30:.1f} GiB in {self.work}, and "
-                f"{from_first(self._free) / 2**30:.1f} GiB are free; free space, choose another folder, or give "
+                f"a run that can go on after it is killed takes {size_text(disk)} in {self.work}, and "
+                f"{size_text(from_first(self._free))} are free; free space, choose another folder, or give "
                 f"{option('tune', 'lora')}"
             )
         log.info(
-            "training %s weights, %d steps of %s tokens, learning rate %g; memory about %.2f GiB in addition to the "
-            "program, %.2f GiB on the disk until it is done",
+            "training %s weights, %d steps of %s tokens, learning rate %g; memory about %s in addition to the program, "
+            "%s on the disk until it is done",
             f"{trained:,}",
             args.max_steps,
             f"{self.batch * self.ids.shape[1]:,}",
             args.learning_rate,
-            memory / 2**30,
-            disk / 2**30,
+            size_text(memory),
+            size_text(disk),
         )
         return trained, memory
 
