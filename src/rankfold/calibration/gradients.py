@@ -121,14 +121,14 @@ GRADIENTS: dict[str, tuple[str, type]] = {
 def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
     """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
 
-    def observers(view: BlockView) -> dict[str, BackwardObserver]:
-        found = {name: kind(view.layers[layer]) for name, (layer, kind) in GRADIENTS.items() if name in names}
-        for observer in found.values():
-            if "norms_behind" in names and isinstance(observer, OutputGradient):
-                observer.norm = view.norm_behind(observer.layer)
-        return found
+    def observer(view: BlockView, name: str) -> BackwardObserver:
+        place, kind = GRADIENTS[name]
+        layer = view.layers[place]
+        if kind is OutputGradient and "norms_behind" in names:
+            return OutputGradient(layer, view.norm_behind(layer))
+        return kind(layer)
 
-    return observers
+    return lambda view: {name: observer(view, name) for name in GRADIENTS if name in names}
 
 
 def numbers(view: BlockView, names: set[str]) -> int:
