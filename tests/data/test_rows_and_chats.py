@@ -86,7 +86,7 @@ def test_a_document_of_a_table_may_be_long(tmp_path):
         ("a.json", "[1, 2]", r"a\.json, row 1 has no text column 'text'; the row is a int, not an object"),
         ("a.json", '[{"text": "x"}, {"text": 3}]', r"a\.json, row 2: column 'text' holds int, not text"),
         ("a.json", '[{"text": "x"},\n{"text": }]', r"a\.json, line 2 is not JSON \(Expecting value\)"),
-        ("a.json", "[" * 100_000, r"a\.json is not JSON \(maximum recursion depth exceeded"),
+        ("a.json", "[" * 100_000, r"a\.json is not JSON \((maximum recursion|Stack overflow)"),
         ("a.json", "5", r"a\.json holds one int; a list of rows is expected"),
         ("a.json", '{"text": "a"}\n{"text": 3}', r"a\.json, line 2: column 'text' holds int"),
         ("a.csv", 'text,id\n"a,1\n', r"a\.csv, line 2 is no row of a table \(unexpected end of data\)"),
