@@ -739,7 +739,9 @@ ROWS = {
             {"o"},
             attention_sends_what_it_sent,
         ),
-        Row("qk_ranks", LATENT, LATENT | {"qk_ranks": "spectra"}, {"q", "k"}, ranks_follow_the_spectra),
+        Row(
+            "qk_ranks", LATENT, LATENT | {"qk_ranks": "spectra"}, {"q", "k"}, ranks_follow_the_spectra, everywhere=False
+        ),
     ],
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
