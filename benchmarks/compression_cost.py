@@ -9,7 +9,7 @@ each of its steps, or with one that is off, is below.
     python benchmarks/compression_cost.py                      # SmolLM2-135M, 32 x 1024 tokens
     python benchmarks/compression_cost.py --method latentllm --json benchmarks/results/compression_cost_latentllm.json
     python benchmarks/compression_cost.py --samples 128 --length 2048 --precisions float32 --kinds one-pass default \
-        --repeats 1 --json benchmarks/results/compression_cost_default_tokens.json   # as many tokens as by default
+        --repeats 1 --json benchmarks/results/compression_cost_pydoc.json   # all of pydoc: 49 x 2048 tokens
 """
 
 import statistics

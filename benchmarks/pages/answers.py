@@ -4,7 +4,7 @@ import math
 
 from .perplexity import FORMS
 from .random_matrices import STUDIES, verdict
-from .tables import named, number, percent
+from .tables import named, number, percent, windows
 
 SMOL, OPT, STORIES = "SmolLM2", "opt-6m", "stories260K"
 PARTS = (("mlp", "MLP"), ("qk", "queries and keys"), ("vo", "values and outputs"))
@@ -253,12 +253,15 @@ def memory(records: list[dict]) -> str:
 
 
 def compression_cost(records: list[dict]) -> str:
-    found = named(records[0])["autocast"]["ratios"]
-    default, sequential, one_pass = (f"{found[key]['ratio']:.1f}" for key in ("default", "sequential", "one-pass"))
-    return (
-        f"The default takes the time of {default} forwards over its "
-        f"calibration tokens, `modegpt` {sequential}, in one pass {one_pass}."
-    )
+    """Of the first precision of every record."""
+    names = {"default": "the default", "sequential": "`modegpt`", "one-pass": "`modegpt` in one pass"}
+    told = []
+    for record in records:
+        row = record["rows"][0]
+        ratios = {name: row["ratios"][kind]["ratio"] for kind, name in names.items() if kind in row["ratios"]}
+        forwards = ", ".join(f"{name} {ratio:.1f}" for name, ratio in ratios.items())
+        told.append(f"{windows(record['config']['tokens'])} ({row['name']}): {forwards}")
+    return f"In forwards over the calibration samples: {'; '.join(told)}."
 
 
 def decomposition_cost(records: list[dict]) -> str:
