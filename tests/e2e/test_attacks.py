@@ -16,8 +16,7 @@ def arena(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_attack_is_done_or_refused(arena, monkeypatch, kind):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_an_attack_is_done_or_refused(arena, kind):
     outcomes = [arena.attack(kind, seed) for seed in SEEDS]
     assert not [outcome for outcome in outcomes if outcome.verdict not in HELD]
     assert {outcome.verdict for outcome in outcomes} >= {"done", "refused"}, (

@@ -37,7 +37,7 @@ from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from ..models.weights import as_written
 from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
-from .judging import Losses, ProbeLosses, check_finite
+from .judging import Losses, ProbeLosses, check_losses
 from .options import Options
 from .rate import rate_by_size
 from .training import AT_ONCE, Clock, warm_up
@@ -209,7 +209,7 @@ class Blockwise:
         unseen = self.sides[1]
         streams = ((self.teacher, unseen.dense), (self.student, self.untrained[0]), (self.student, unseen.compressed))
         dense, before, after = (self._losses(*pair) for pair in streams)
-        check_finite(dense=dense, compressed=before)
+        check_losses(dense=dense, compressed=before)
         return dense, before, after, facts
 
     def _targets(self, read: BlockReader, blocks: range, own: int) -> list[list[DenseBatch]]:

@@ -69,7 +69,7 @@ def nats(losses: Losses) -> dict[str, float]:
     return {name: torch.cat(some).double().mean().item() for name, some in losses.items()}
 
 
-def check_finite(**models: Losses) -> None:
+def check_losses(**models: Losses) -> None:
     """Raise :class:`NumericsError` where a model that goes in predicts no numbers.
 
     Args:

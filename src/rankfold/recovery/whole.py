@@ -30,7 +30,7 @@ from ..data.probes import Probes
 from ..errors import CheckpointError, option
 from ..models.dense_model import DenseModel
 from .cached import CachedStates
-from .judging import Judge, Losses, ProbeLosses, check_finite, nats, score, token_losses
+from .judging import Judge, Losses, ProbeLosses, check_losses, nats, score, token_losses
 from .loss import Head
 from .memory import trained_weights, training_disk, training_memory
 from .options import Options, Settings
@@ -132,7 +132,7 @@ class WholeModel:
         scored = time.monotonic()
         before = score(self.student, Head(self.student), self.held_out)
         scoring = max(gather(time.monotonic() - scored))  # seconds
-        check_finite(dense=of_dense, compressed=before)
+        check_losses(dense=of_dense, compressed=before)
         self.probes_before = self._on_probes()
         seconds = None if settings.minutes is None else (60 * settings.minutes, scoring)
         facts = self._train(nats(before), seconds)

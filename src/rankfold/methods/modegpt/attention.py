@@ -155,6 +155,16 @@ def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Call
     return at
 
 
+def in_papers_form(method, attention: AttentionView) -> bool:
+    """Whether values are reduced without regard to the output projection, as the paper does for grouped queries."""
+    return method.gqa == "paper" and attention.heads != attention.kv_heads
+
+
+def identities(A: Tensor) -> Tensor:
+    """Return the identity for every head of ``(K, N, N)``: the metric of an output projection that is not regarded."""
+    return torch.eye(A.shape[-1]).to(A).expand_as(A)
+
+
 def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], CompressedHalf]:
     """Return the values and outputs of any rank: Algorithm 3, jointly over the query heads that share a value head.
 
@@ -178,8 +188,8 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     if root is not None:
         heavy = weighted(root, W_o.flatten(1)).view_as(W_o)
         factors = paired_factors(A, torch.einsum("dkgn,dkgm->knm", heavy, heavy))
-    elif method.gqa == "paper" and attention.heads != K:
-        factors = paired_factors(A, torch.eye(A.shape[-1]).to(A).expand_as(A))
+    elif in_papers_form(method, attention):
+        factors = paired_factors(A, identities(A))
 
     def at(rank: int) -> CompressedHalf:
         fit = factors.truncated(rank)

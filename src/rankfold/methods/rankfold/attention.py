@@ -5,7 +5,6 @@ Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R k
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..._utils.present import present
@@ -15,7 +14,15 @@ from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_factors
 from ...linalg.psd import relative
 from ..base import BlockResult
-from ..modegpt.attention import GRADIENT, CompressedHalf, compress_attention, map_heads, values_move
+from ..modegpt.attention import (
+    GRADIENT,
+    CompressedHalf,
+    compress_attention,
+    identities,
+    in_papers_form,
+    map_heads,
+    values_move,
+)
 from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.mlp import relative_ridge
 from ..modegpt.output_weighting import output_root, predicted_loss, weighted
@@ -53,8 +60,8 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
 
     C, root = metric(sent), output_root(moments, GRADIENT)
     A, B = _of_heads(C, weighted(root, W), attention)
-    if method.gqa == "paper" and attention.heads != K:
-        B = torch.eye(A.shape[-1]).to(A).expand_as(A)
+    if in_papers_form(method, attention):
+        B = identities(A)
     factors, groups, ridge = paired_factors(A, B), attention.heads // K, relative_ridge(method, C, sent.count)
 
     def at(rank: int) -> CompressedHalf:
