@@ -20,6 +20,7 @@ from clocks import set_by_hand
 from families import GQA, HEADS_OF_MAMBA, some_ids, tiny_model
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
+from rankfold.errors import UnsupportedModelError
 from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
@@ -29,6 +30,7 @@ from rankfold.recovery.tuning import prepared, round_weights, without_dropout
 from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_tiny
+from tiny_encoders import tiny_encoder
 
 STEP = "rankfold.recovery.whole.Distiller.training_step"
 METHOD = rankfold.MoDeGPT(sparsity=0.65, rank_multiple=1)
@@ -251,6 +253,13 @@ def test_quantised_factors_are_refused(place):
         rankfold.RankfoldError, match="quantised factors, which cannot be trained; compress it without bits"
     ):
         recover(place / "bits", place / "dense", calibration=place / "manual.txt", **OPTIONS)
+
+
+def test_encoders_are_refused_with_any_head(subtests):
+    for name in ("bert-head", "modernbert-head", "vit-head"):
+        model = tiny_encoder(name)
+        with subtests.test(name), pytest.raises(UnsupportedModelError, match="predicts no next token"):
+            recover(model, model, calibration=some_ids(16, 32), **OPTIONS)
 
 
 def test_an_adapter_computes_what_the_merged_model_computes(place, tmp_path):

@@ -15,6 +15,7 @@ from .._utils.present import present
 from ..architectures import architecture_of
 from ..errors import OptionError, UnsupportedModelError, option
 from ..linalg.stochastic_rounding import round_stochastically
+from ..models.auto_classes import check_writes
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
@@ -32,6 +33,7 @@ def check_trainable(model: PreTrainedModel, tune: Tune) -> None:
         raise UnsupportedModelError(
             "the model has quantised factors, which cannot be trained; compress it without bits"
         )
+    check_writes(model.config, type(model).__name__)
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} predicts no next token, so there is nothing to recover")
     if tune.startswith("lora") and mask_of_zeros(model):
