@@ -77,6 +77,15 @@ def test_a_model_that_predicts_what_the_dense_one_does_has_a_rate():
     assert rate == pytest.approx(TIMES["norms"] * FIRST * 0.5)
 
 
+def test_norms_that_are_offsets_from_one_have_a_rate(tmp_path):
+    for name, seed in (("dense", 0), ("small", 1)):  # of Gemma 2, whose norms begin at 0
+        tiny_model("gemma2", seed=seed, blocks=1).save_pretrained(tmp_path / name)
+    for how in ({}, {"blockwise": True, "output": tmp_path / "out"}):
+        given = (tmp_path / "small", tmp_path / "dense")
+        result = rankfold.recover(*given, calibration=some_ids(16, 16), tune="norms", **SMALL, **how)
+        assert result.record["recovery"]["tune"] == "norms"
+
+
 @pytest.mark.parametrize("tune", ["all", "lora", "lora-mlp", "norms"])
 def test_it_is_in_the_record_and_what_is_named_is_taken(tune):
     def rate(**options) -> float:

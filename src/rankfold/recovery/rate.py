@@ -61,5 +61,7 @@ def rate_by_size(relative: float, weights: list[nn.Parameter]) -> float:
 
 
 def _size(weights: list[nn.Parameter] | list[Tensor]) -> float:
-    """Median over weights of the root of their mean square, without those that are zero, as adapters begin."""
-    return statistics.median(size for w in weights if (size := w.detach().float().square().mean().sqrt().item()))
+    """Median over weights of the root of their mean square, without those that are zero, as adapters begin; 1 where all
+    are, as the offsets from 1 that some families have for the scales of norms."""
+    sizes = [size for w in weights if (size := w.detach().float().square().mean().sqrt().item())]
+    return statistics.median(sizes or [1.0])
