@@ -7,7 +7,7 @@ import transformers
 import rankfold
 from allocations import peak_bytes
 from clocks import set_by_hand
-from families import some_ids, tiny_model, tokens
+from families import GQA, some_ids, tiny_model, tokens
 from rankfold.checkpoint.streamed import open_streamed
 from rankfold.data.calibration_data import CalibrationData
 from rankfold.recovery import training
@@ -186,6 +186,12 @@ def test_another_number_of_blocks_than_the_record_says_is_refused(small, tmp_pat
     dense = tiny_model("llama")
     dense.config.num_hidden_layers, dense.model.layers = 1, dense.model.layers[:1]
     with pytest.raises(rankfold.RankfoldError, match="the model has 3 blocks where 1 of the dense model are left"):
+        blockwise(small, dense, tmp_path / "work")
+
+
+def test_a_dense_model_of_another_width_is_refused(small, tmp_path):
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GQA | {"hidden_size": 64}))
+    with pytest.raises(rankfold.RankfoldError, match="have a width of 32 and those of the dense one 64; give"):
         blockwise(small, dense, tmp_path / "work")
 
 

@@ -77,6 +77,12 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
         OptionError: blocks were removed, and no record tells which; or the dense model is another one.
     """
     whole = f"leave {option('blockwise')} out"
+    dense = f"give the dense model that it was compressed from, or {whole}"
+    if (width := student.config.hidden_size) != teacher.config.hidden_size:
+        raise OptionError(
+            f"states of the model have a width of {width} and those of the dense one {teacher.config.hidden_size}; "
+            f"{dense}"
+        )
     if any(isinstance(block, ShortcutBlock) for block in student.blocks):
         raise UnsupportedModelError(
             f"blocks of {student.name} write their states in coordinates of their own, which no dense block does, so "
@@ -90,8 +96,7 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
     kept = [block for block in range(len(teacher)) if block not in removed]
     if len(kept) != len(student):
         raise OptionError(
-            f"the model has {len(student)} blocks where {len(kept)} of the dense model are left by its record; give "
-            f"the dense model that it was compressed from, or {whole}"
+            f"the model has {len(student)} blocks where {len(kept)} of the dense model are left by its record; {dense}"
         )
     return kept
 
