@@ -448,6 +448,30 @@ def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
         recover(place / "small", other, calibration=place / "manual.txt", **OPTIONS)
 
 
+def test_a_teacher_with_another_tokenizer_is_refused_and_one_with_another_name_of_a_token_is_not(place, tmp_path):
+    facts = json.loads((place / "dense" / "tokenizer.json").read_text())
+    vocabulary = facts["model"]["vocab"]
+    shifted = {token: (number + 1) % len(vocabulary) for token, number in vocabulary.items()}
+    renamed = {"new" if token == max(vocabulary) else token: number for token, number in vocabulary.items()}
+    for name, tokens in (("shifted", shifted), ("renamed", renamed)):
+        shutil.copytree(place / "dense", tmp_path / name)
+        model = facts["model"] | {"vocab": tokens, "merges": []}
+        changed = facts | {"model": model, "added_tokens": []}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(changed))
+    how = {"calibration": IDS % 400, **OPTIONS, "tokens": 1024}
+    with pytest.raises(
+        rankfold.RankfoldError, match="another tokenizer than the model: token .* is .* there and .*here"
+    ):
+        recover(place / "small", tmp_path / "shifted", **how)
+    recover(place / "small", tmp_path / "renamed", **how)
+
+
+def test_an_encoder_is_refused_as_the_teacher(place):
+    config = t.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=400)
+    with pytest.raises(rankfold.RankfoldError, match="BertForMaskedLM is an encoder"):
+        recover(place / "small", t.BertForMaskedLM(config), calibration=IDS, **OPTIONS)
+
+
 def test_models_that_predict_no_numbers_are_refused(place, tmp_path, subtests):
     for what, folder in (("dense", "dense"), ("compressed", "small")):
         models = {"small": place / "small", "dense": place / "dense", folder: tmp_path / folder}

@@ -18,10 +18,12 @@ from ..data.load import load_undivided, named
 from ..data.mixing import DrawOptions, expanded
 from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
+from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
 from ..models.fingerprint import fingerprint
 from ..models.given import check_merged, resolve_model
 from ..models.opening import open_model, stored_dtype
+from ..models.tokenizer import TokenizerFiles
 from ..models.whole import read_config
 from ..report.record import NAME, read_record
 from .options import Options
@@ -90,16 +92,39 @@ def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, devic
 
     Raises:
         OptionError: nothing says which it is, or it has another vocabulary than the compressed model.
+        UnsupportedModelError: it is an encoder.
     """
     known = model.dense if isinstance(model, CompressionResult) else None
     teacher = teacher or known or _recorded_teacher(given.record)
     source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
+    check_writes(source.model.config, source.name)
     if source.config.vocab_size != (size := given.network.config.get_text_config().vocab_size):
         raise OptionError(
             f"the teacher has {source.config.vocab_size:,} tokens and the model {size:,}; give the dense model that it "
             "was compressed from"
         )
+    if given.folder is not None:
+        _check_tokens(source, TokenizerFiles.beside(given.folder))
     return source
+
+
+def _check_tokens(source: DenseModel, files: TokenizerFiles) -> None:
+    """Raise :class:`OptionError` where most ids are other tokens to the dense model than to the compressed one.
+
+    A few may be: a ``.gguf`` file and a fine-tuned model have other names for special ones.
+    """
+    if not (source.processors.has_tokenizer and files.exist):
+        return
+    theirs, ours = (
+        {number: token for token, number in x.get_vocab().items()} for x in (source.tokenizer, files.load())
+    )
+    other = [number for number in sorted(theirs.keys() & ours) if theirs[number] != ours[number]]
+    if 2 * len(other) > len(ours):
+        example = other[len(other) // 2]
+        raise OptionError(
+            f"the teacher has another tokenizer than the model: token {example:,} is {theirs[example]!r} there and "
+            f"{ours[example]!r} here; give the dense model that it was compressed from, or one with the same tokenizer"
+        )
 
 
 def _recorded_teacher(record: dict) -> str:

@@ -139,9 +139,9 @@ def recover(
         text_column: of texts in files with rows.
 
     Raises:
-        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary; processes that
-            cannot share a step evenly, or a script that ``torchrun`` runs in several: only those of the command train
-            together.
+        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary or tokenizer, or,
+            block by block, of another width; processes that cannot share a step evenly, or a script that ``torchrun``
+            runs in several: only those of the command train together.
         UnsupportedModelError: factors are quantised, the model carries adapters, or it predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options, or the cache is of other texts or another
             teacher.
