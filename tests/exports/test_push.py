@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 import rankfold
 from rankfold.exports import push as package
@@ -130,3 +130,19 @@ def test_what_the_hub_refuses_is_one_line(small, monkeypatch):
         rankfold.RankfoldError, match=r"cannot upload to 'me/small' \(401 Unauthorized\); check the name"
     ):
         package(small, "me/small")
+
+
+def test_what_the_hub_refuses_is_told_by_its_kind(small, hub):
+    said = "403 Client Error.\n\nMore of it"
+    hub.error = RepositoryNotFoundError(said, response=SimpleNamespace(headers={}, request=None))
+    with pytest.raises(rankfold.RankfoldError, match=r"cannot upload to 'me/small' \(there is no such repository, or"):
+        rankfold.push(small, "me/small")
+
+
+def test_a_revision_of_the_dense_model_that_was_removed_since_is_left_out(small, hub, tmp_path, monkeypatch):
+    def gone(name, revision=None):
+        raise RevisionNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(hub, "model_info", gone)
+    rankfold.push(changed(small, tmp_path, base_model="owner/dense", revision="gone"), "me/small")
+    assert len(hub.commits) == 1

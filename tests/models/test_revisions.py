@@ -13,6 +13,7 @@ import rankfold
 from families import tokens
 from rankfold.errors import CheckpointError, OptionError
 from rankfold.models.hub import commit_of, locate, split_revision
+from rankfold.models.outline import open_outline
 from saved import save_tiny
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40, "refs/pr/7": "c" * 40}
@@ -140,10 +141,11 @@ def test_what_the_hub_refuses_is_told_by_its_kind(kind, said, monkeypatch):
         raise kind("401 Client Error.\n\nMore of it", response=SimpleNamespace(headers={}, request=None))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    for function in (rankfold.open_model, rankfold.load):
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    for function, what in ((rankfold.open_model, ""), (rankfold.load, ""), (open_outline, "the config of ")):
         with pytest.raises(CheckpointError) as raised:
             function("o/n")
-        assert str(raised.value).startswith(f"cannot get 'o/n' from the hub ({said}")
+        assert str(raised.value).startswith(f"cannot get {what}'o/n' from the hub ({said}")
 
 
 @pytest.mark.parametrize("function", [rankfold.open_model, rankfold.load])

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from .._utils.hub_id import is_hub_id
-from .._utils.reporting import reporting
+from .._utils.reporting import asking_hub
 from ..data.hub import ALIASES
 from ..errors import CheckpointError, OptionError, option
 from ..report.outcomes import marked_warnings, training_of
@@ -48,7 +48,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
             f"{folder.name} is damaged ({damage[0]}); compress it less, or upload it with {option('force', True)}"
         )
     api = HfApi()
-    with reporting(CheckpointError, f"cannot upload to {repo_id!r}", ADVICE):
+    with asking_hub(repo_id, f"cannot upload to {repo_id!r}", ADVICE):
         card = card_for_hub(folder, record, api)
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CARD)
         operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
@@ -63,7 +63,8 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     card = ModelCard.load(folder / CARD)
     base, data, of_base = record["base_model"], cast(ModelCardData, card.data), None
     if is_hub_id(base):
-        with contextlib.suppress(RepositoryNotFoundError):  # deleted since, or a folder whose name looks like an id
+        # It was deleted since, or is a folder whose name looks like an id.
+        with contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
             of_base = api.model_info(base, revision=record.get("revision"))
     if of_base:
         known = of_base.card_data.to_dict() if of_base.card_data else {}

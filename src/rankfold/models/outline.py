@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from .._utils.reporting import reporting
-from ..errors import CheckpointError, UnsupportedModelError, option
+from .._utils.reporting import asking_hub
+from ..errors import UnsupportedModelError, option
 from .dense_model import DenseModel
 from .devices import DTYPES
 from .given import DEQUANTISES, check_quantised
@@ -76,8 +76,10 @@ def _read(model: str | Path, revision: str | None) -> tuple[PretrainedConfig, st
         folder = path.parent if path.name == CONFIG else path
         return read_config(folder), folder.resolve().name
     name, at = repository_of(str(model), revision)
-    with reporting(CheckpointError, f"cannot get the config of {name!r}", "check the name and the connection"):
-        return AutoConfig.from_pretrained(name, revision=at or "main", trust_remote_code=False), name
+    from huggingface_hub import hf_hub_download
+
+    with asking_hub(name, f"cannot get the config of {name!r} from the hub", "check the name and the connection"):
+        return read_config(Path(hf_hub_download(name, CONFIG, revision=at)).parent), name
 
 
 def _forget_quantiser(config: Any, name: str) -> None:
