@@ -43,9 +43,14 @@ def test_what_is_timed_is_the_first_units_and_dimensions():
     assert torch.equal(state["mlp.gate_proj.bias"], mlp.gate_proj.bias[:20])
 
 
-@pytest.mark.parametrize(
-    "method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)], ids=lambda m: m.name
-)
+CURVED = {
+    "modegpt": MoDeGPT(rank_multiple=2),
+    "leverage": MoDeGPT(rank_multiple=2, selection="leverage"),
+    "rankfold": Rankfold(rank_multiple=2, residual_correction=False),
+}
+
+
+@pytest.mark.parametrize("method", CURVED.values(), ids=CURVED)
 @pytest.mark.parametrize("family", ["llama-bias", "opt", "qwen3"])
 def test_a_curve_says_the_errors_that_modules_then_have(family, method):
     source, method = opened(family), replace(method, modules=named(family))

@@ -178,11 +178,11 @@ class ErrorCurve(NamedTuple):
     """Result of :func:`error_curve`."""
 
     errors: Tensor  # (F - least + 1,) relative squared output error when 0, 1, 2, ... units have been eliminated
-    removed: Tensor | None  # (F - least,) units in the order they went; None where C was clamped or no unit fires
+    removed: Tensor | None  # (F - least,) units in the order they go; None where C was clamped or no unit fires
 
 
 @torch.no_grad()
-def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
+def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4, selection: str = "obs") -> ErrorCurve:
     """Compute the error at every rank from ``least`` on, from one elimination on the damped moment; of wide moments in
     fp32 (:func:`rankfold.linalg.psd.choosing`).
 
@@ -197,8 +197,14 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
         return ErrorCurve(torch.zeros(F - least + 1, dtype=torch.float64), None)
     W = W_down.to(C)
     total = energy(W.to(choosing(C)), C).clamp_min(torch.finfo(C.dtype).tiny).item()
-    damped = _damp(C, ridge, choosing(C))
-    order, losses = elimination(W.to(damped.inverse.dtype), damped.inverse, rank=least)
+    damped = _damp(C, ridge, C.dtype if selection == "leverage" else choosing(C))  # all leave at once, so no fp32
+    W, P = W.to(damped.inverse.dtype), damped.inverse
+    if selection == "leverage":  # the scores fall as the diagonal of the inverse rises
+        order = P.diagonal().argsort(descending=True)[: F - least]
+        factor = torch.linalg.cholesky(P[order[:, None], order])
+        losses = torch.linalg.solve_triangular(factor, W[:, order].T, upper=False).square().sum(1).double().cpu()
+    else:
+        order, losses = elimination(W, P, rank=least)
     errors = torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
     return ErrorCurve(errors, None if damped.clamped else order)
 

@@ -1,6 +1,5 @@
 """What every rank of a module would cost, from the statistics of the dense block."""
 
-from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
 from ..base import Curve, PrunableModule
@@ -24,9 +23,9 @@ def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least
         down, moment = view.mlp.down, moments["mlp_hidden"]
         C, scale, _ = metric_of(method, down, moment)
         W = weighted(output_root(moments, MLP), down.weight.to(C))
-        curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count / scale))
-        known = curve.removed is not None and method.selection == "obs"
-        found = {ORDER: UnitOrder(present(curve.removed))} if known else {}
+        ridge = relative_ridge(method, C, moment.count / scale)
+        curve = error_curve(W, C, least=ranks[0], ridge=ridge, selection=method.selection)
+        found = {} if curve.removed is None else {ORDER: UnitOrder(curve.removed)}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention
     q, k, v = attention.qkv()

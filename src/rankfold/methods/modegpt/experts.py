@@ -91,7 +91,8 @@ def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Prunable
         C, scale, _ = metric_of(method, down, seen.moment)
         energy = _energy(down, C) / scale * seen.share
         ridge = relative_ridge(method, C, seen.moment.count / scale)
-        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=ridge).errors
+        one = error_curve(down.weight, C, least=ranks[0], ridge=ridge, selection=method.selection)
+        curve += energy * one.errors
         total += energy
     return {rank: curve[full - rank].item() / total if total else 0.0 for rank in ranks}
 
