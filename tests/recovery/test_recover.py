@@ -262,6 +262,12 @@ def test_encoders_are_refused_with_any_head(subtests):
             recover(model, model, calibration=some_ids(16, 32), **OPTIONS)
 
 
+def test_experts_without_a_linear_layer_take_no_adapters():
+    model = tiny_model("mixtral", blocks=1)
+    with pytest.raises(UnsupportedModelError, match="stacked weights of experts take none"):
+        prepared(model, "lora-mlp", rank=2, seed=0)
+
+
 def test_an_adapter_computes_what_the_merged_model_computes(place, tmp_path):
     from peft import PeftModel
 

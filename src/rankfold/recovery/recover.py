@@ -117,8 +117,8 @@ def recover(
         calibration: texts to train on, as for :func:`rankfold.compress`: names with or without shares, a list of texts,
             a ``datasets.Dataset``, or token ids of one length.
         output: folder to write, resumable while it is unfinished; ``None``: in memory.
-        tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on
-            those of the MLPs. ``norms``: norms only.
+        tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers, so not on the
+            stacked weights of experts. ``lora-mlp``: on those of the MLPs. ``norms``: norms only.
         loss: ``kl``: divergence from the dense predictions. ``next-token``: cross entropy of the text. ``both``.
         tokens: to train on; texts that hold fewer are read several times.
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.

@@ -52,8 +52,9 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
     """Return the model with nothing but what is tuned requiring a gradient; PEFT's adapters are around it.
 
     Args:
-        tune: ``lora``: adapters on all linear layers of the blocks; ``lora-mlp``: on those of the MLPs; ``all``: all
-            weights but embeddings and head; ``norms``: scales and shifts of norms.
+        tune: ``lora``: adapters on all linear layers of the blocks, so not on the stacked weights of experts;
+            ``lora-mlp``: on those of the MLPs; ``all``: all weights but embeddings and head; ``norms``: scales and
+            shifts of norms.
         rank: of adapters.
         seed: of the numbers that adapters begin with.
     """
@@ -105,7 +106,10 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
         and not any(path in name for path in left_out)
     ]
     if not found:
-        raise UnsupportedModelError(f"the model has no linear layer to put adapters on; give {option('tune', 'all')}")
+        raise UnsupportedModelError(
+            "the model has no linear layer to put adapters on (stacked weights of experts take none); give "
+            f"{option('tune', 'all')}"
+        )
     return found
 
 
