@@ -151,6 +151,13 @@ def test_continuous_batching_gives_the_same_tokens(folder, family, method):
     assert batched(model) == [(row, None) for row in expected.tolist()]
 
 
+def test_continuous_batching_by_the_formula_gives_the_same_tokens(folder):
+    model = loaded(folder("llama", "modegpt"))
+    expected = model.generate(some_ids(), **GREEDY)[:, some_ids().shape[1] :]
+    model.set_attn_implementation("eager")
+    assert batched(model) == [(row, None) for row in expected.tolist()]
+
+
 def test_continuous_batching_says_that_it_takes_no_fewer_heads(folder):
     found = batched(loaded(folder("llama", "flap")))
     assert len(found) == len(some_ids())

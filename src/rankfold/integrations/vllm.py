@@ -160,7 +160,7 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend "
                 "for transformers models does not support; use transformers"
             )
-        if module.sinks is not None:
+        if hasattr(module, "sinks"):
             raise UnsupportedModelError(
                 f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does "
                 "not support; use transformers"

@@ -74,7 +74,8 @@ class CompressedAttention(nn.Module):
         # Which side caches its latent instead of heads: keys only where nothing rotates or normalises them afterwards.
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
-        self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.get("sinks") else None
+        if spec.get("sinks"):  # transformers' paged attention takes any attribute of this name for sinks
+            self.sinks = nn.Parameter(torch.empty(self.heads))
         over = spec.get("norm_over", "head")
         self.norms_all_heads = over == "all heads" and not spec.get("predicted_norms")
         if spec.get("predicted_norms"):
@@ -86,6 +87,10 @@ class CompressedAttention(nn.Module):
             self.register_buffer("rotary_pairs", pairs.repeat(self.kv_heads, 1))
         else:
             self.rotary_pairs = None
+
+    @property
+    def _sinks(self) -> nn.Parameter | None:
+        return getattr(self, "sinks", None)
 
     def check_indices(self, name: str) -> None:
         """Raise :class:`ValueError` where a pair turns with a frequency that there is not."""
@@ -178,7 +183,7 @@ class CompressedAttention(nn.Module):
         if query.shape[2] > 1 or stock or self.training:
             return self._attend(query, key, value, **kwargs)
         mask = self._masked(query, key.shape[2], **kwargs)
-        mixed, _ = attend_one(query, key, value, mask, self.scaling, self.softcap, self.sinks)
+        mixed, _ = attend_one(query, key, value, mask, self.scaling, self.softcap, self._sinks)
         return mixed.reshape(len(mixed), 1, -1), None
 
     def _attend(self, query, key, value, *, attention_mask=None, alibi=None, position_bias=None, **kwargs):
@@ -240,7 +245,7 @@ class CompressedAttention(nn.Module):
 
     def _attending(self) -> dict:
         """Options of attention that the family has."""
-        options = {"softcap": self.softcap, "sliding_window": self.sliding_window, "s_aux": self.sinks}
+        options = {"softcap": self.softcap, "sliding_window": self.sliding_window, "s_aux": self._sinks}
         return {name: value for name, value in options.items() if value is not None}
 
 

@@ -70,13 +70,13 @@ class LatentAttention(CompressedAttention):
         if self.latent_keys:
             up = self.k_proj.up_matrix(query).view(self.kv_heads, self.qk_dim, -1)  # (K, R, latent)
             query = _times(query[:, :, 0], up)[:, :, None]
-        mixed, weights = attend_one(query, key, value, mask, self.scaling, self.softcap, self.sinks)
+        mixed, weights = attend_one(query, key, value, mask, self.scaling, self.softcap, self._sinks)
         if self.latent_values:
             up = self.v_proj.up_matrix(mixed).view(self.kv_heads, self.vo_dim, -1)  # (K, V, latent)
             mixed = _times(mixed, up.transpose(1, 2))
             if (bias := self.v_proj.shift()) is not None:
                 bias = bias.view(self.kv_heads, 1, self.vo_dim).expand(-1, self.num_key_value_groups, -1).flatten(0, 1)
-                mixed = mixed + (bias if self.sinks is None else weights.sum(-1, keepdim=True) * bias)
+                mixed = mixed + (bias if self._sinks is None else weights.sum(-1, keepdim=True) * bias)
         return mixed.reshape(len(mixed), 1, -1), weights[:, :, None]
 
 
