@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub import errors
 
 import rankfold
-from families import tokens
+from families import tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError
 from rankfold.models.hub import commit_of, locate, split_revision
 from rankfold.models.outline import open_outline
@@ -111,6 +111,20 @@ def test_a_model_that_the_hub_knows_by_one_word_is_that_of_its_owner(hub, place,
         with pytest.raises(CheckpointError, match=f"no model at '{name}': expected a folder, a .gguf file, or a hub"):
             rankfold.open_model(name)
     assert asked == ["one-word"]
+
+
+def test_a_model_in_memory_that_was_loaded_by_one_word_has_the_id_of_its_owner(monkeypatch):
+    model, cached = tiny_model("llama"), {"lone": "snapshots/config.json"}
+    model.name_or_path = "two--dashes"  # which no name of the hub has
+    assert rankfold.open_model(model, device="cpu").name == "two--dashes"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cached.get(name))
+    for word in ("lone", "local"):
+        model.name_or_path = word
+        assert rankfold.open_model(model, device="cpu").name == word  # offline: the hub cannot be asked
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(id="owner/lone"))
+    assert rankfold.open_model(model, device="cpu").name == "local"
+    model.name_or_path = "lone"
+    assert rankfold.open_model(model, device="cpu").name == "owner/lone"
 
 
 def test_a_revision_that_is_not_there_is_named(hub):

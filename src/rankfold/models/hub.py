@@ -1,5 +1,6 @@
 """Where a model lies: a local folder or file, or a snapshot from the hub."""
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -48,6 +49,16 @@ def repository_of(name: str, revision: str | None = None) -> tuple[str, str | No
         raise CheckpointError(what)
     with asking_hub(repository, what, ""):
         return _with_owner(repository), wanted
+
+
+def full_name(name: str) -> str:
+    """Return the hub id of a model in memory; one that transformers loaded by one word lies in its cache by that."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with contextlib.suppress(CheckpointError, ValueError):  # the hub cannot be asked, or knows no such names
+        if ONE_WORD.fullmatch(name) and isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return repository_of(name)[0]
+    return name
 
 
 @functools.cache

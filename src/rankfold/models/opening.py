@@ -22,7 +22,7 @@ from .gguf_config import check_biases, check_size, gguf_config
 from .gguf_reader import parsed_once
 from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
-from .hub import commit_of, repository_of
+from .hub import commit_of, full_name, repository_of
 from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
@@ -101,7 +101,7 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
         move_outer(model, part.architecture.blocks, where)
     place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
     local = Path(place).exists() if place else False  # such a name is no hub id, however it looks
-    name = Path(place).resolve().name if local else place or type(model).__name__
+    name = Path(place).resolve().name if local else full_name(place) or type(model).__name__
     processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
     return DenseModel(model, name, where, dtype or model.dtype, None, processors, part=part, revision=commit)
 
