@@ -8,6 +8,8 @@ import transformers as t
 import rankfold
 from families import some_ids
 from rankfold import MoDeGPT
+from rankfold.errors import OptionError
+from rankfold.models.tokenizer import TokenizerFiles
 from saved import save_tiny
 
 CONFIG = {  # as transformers 4 wrote it
@@ -75,3 +77,13 @@ def test_of_a_folder_with_a_damaged_tokenizer_nothing_is_copied(dense, tmp_path)
     (dense / "tokenizer.json").write_text("{}", encoding="utf-8")
     rankfold.save(compressed(rankfold.open_model(dense, tokenizer=tokenizer)), tmp_path / "saved", tokenizer)
     assert t.AutoTokenizer.from_pretrained(tmp_path / "saved")("class").input_ids == tokenizer("class").input_ids
+
+
+def test_a_package_that_an_image_processor_lacks_is_named(tmp_path, monkeypatch):
+    def lacking(*_, **__):
+        raise ImportError("\nAutoImageProcessor requires the Torchvision library but it was not found")
+
+    monkeypatch.setattr(t.AutoImageProcessor, "from_pretrained", lacking)
+    said = r"the image processor in .* needs a package that is not installed \(AutoImageProcessor requires"
+    with pytest.raises(OptionError, match=said):
+        TokenizerFiles(tmp_path).load_image_processor()

@@ -32,7 +32,11 @@ class Processors:
 
     @property
     def image_processor(self):
-        """What makes pixels of images."""
+        """What makes pixels of images.
+
+        Raises:
+            OptionError: it needs a package that is not installed.
+        """
         return self._found("an image processor", "pass one as tokenizer, or pixels").load_image_processor()
 
     @property

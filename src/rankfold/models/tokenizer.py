@@ -3,6 +3,7 @@
 import contextlib
 import json
 import tempfile
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,12 @@ class TokenizerFiles:
         return found
 
     def load_image_processor(self):
-        advice = f"put the model's own {_PROCESSOR[0]} beside the weights"
-        with reporting(CheckpointError, f"no image processor can be read from {self.folder}", advice):
+        """The image processor of an encoder.
+
+        Raises:
+            OptionError: it needs a package that is not installed.
+        """
+        with self._reading("image processor", f"put the model's own {_PROCESSOR[0]} beside the weights"):
             return AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=False)
 
     def load_processor(self):
@@ -88,17 +93,22 @@ class TokenizerFiles:
             OptionError: it needs a package that is not installed.
         """
         advice = f"put the model's own {' and '.join(_PROCESSOR)} beside the weights"
-        with reporting(CheckpointError, f"no processor of images and text can be read from {self.folder}", advice):
-            try:
-                found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
-            except ImportError as error:  # torchvision for those that see films too, num2words for SmolVLM
-                raise OptionError(
-                    f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); "
-                    "install it"
-                ) from error
+        with self._reading("processor of images and text", advice):
+            found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
         if not hasattr(found, "image_processor"):  # transformers then gives the tokenizer, or whatever there is
             raise CheckpointError(f"there is no processor of images and text in {self.folder}; {advice}")
         return found
+
+    @contextlib.contextmanager
+    def _reading(self, what: str, advice: str) -> Generator[None]:
+        with reporting(CheckpointError, f"no {what} can be read from {self.folder}", advice):
+            try:
+                yield
+            except ImportError as error:  # torchvision or, for SmolVLM, num2words
+                raise OptionError(
+                    f"the {what} in {self.folder} needs a package that is not installed ({first_line(error)}); "
+                    "install it"
+                ) from error
 
 
 def save_tokenizer(tokenizer, folder: Path) -> None:
