@@ -82,6 +82,11 @@ def parametrised():
     return model
 
 
+def sentence_transformer():
+    """As sentence-transformers holds a model: in the first of the modules that make a vector of a text."""
+    return nn.Sequential(nn.ModuleDict({"model": tiny_model("llama")}), nn.Identity())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -98,7 +103,8 @@ def parametrised():
             lambda: renamed("model.layers.1.mlp", "_orig_mod"),
             r"was compiled by torch.compile \(model.layers.1.mlp._orig",
         ),
-        (lambda: nn.DataParallel(tiny_model("llama")), r"DataParallel is .*; give the model in it \(model.module\)"),
+        (lambda: nn.DataParallel(tiny_model("llama")), r"give the model in it \(model.get_submodule\('module'\)\)"),
+        (sentence_transformer, r"; give the model in it \(model.get_submodule\('0.model'\)\)"),
         (
             lambda: with_weight(lambda w: w.to(torch.float8_e4m3fn)),
             r"quantised \(F8: model.layers.1.mlp.up_proj.weight\)",

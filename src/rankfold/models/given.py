@@ -93,11 +93,9 @@ def check_given(model: nn.Module, name: str | None) -> Part:
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     check_merged(model)
     if not isinstance(model, PreTrainedModel):
-        held = isinstance(getattr(model, "module", None), PreTrainedModel)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model; give "
-            + ("the model in it (model.module)" if held else "a PreTrainedModel, a folder or a hub id")
-        )
+        held = next((path for path, part in model.named_modules() if isinstance(part, PreTrainedModel)), None)
+        give = f"the model in it (model.get_submodule({held!r}))" if held else "a PreTrainedModel, a folder or a hub id"
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model; give {give}")
     check_quantised(model.config, type(model).__name__)
     auto_class(model.config, type(model).__name__)
     state = model.state_dict()
