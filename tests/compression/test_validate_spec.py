@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -266,11 +267,22 @@ def test_what_an_indexer_caches_is_counted():
     assert sum(x[0].numel() // x.shape[-2] for x in states_of_tokens(layer)) == 4 * 8 + 4 * 3 + 5
 
 
-def test_blocks_that_differ_in_kind_are_refused(monkeypatch):
+class Alone(nn.Sequential):
+    """One layer in place of three."""
+
+    def __init__(self):
+        super().__init__(OrderedDict(down_proj=nn.Linear(32, 32)))
+
+
+@pytest.mark.parametrize(
+    "mlp, message",
+    [(nn.Identity, "block 2 has no mlp.down_proj, as others have"), (Alone, "running its blocks ends in Attribute")],
+)
+def test_blocks_that_differ_in_kind_are_refused(monkeypatch, mlp, message):
     model = tiny_model("llama")
     forget(monkeypatch, model)
-    model.model.layers[2].mlp = nn.Identity()
-    with pytest.raises(UnsupportedModelError, match="running its blocks ends in AttributeError"):
+    model.model.layers[2].mlp = mlp()
+    with pytest.raises(UnsupportedModelError, match=message):
         validated(rankfold.open_model(model, device="cpu"))
 
 

@@ -1,6 +1,7 @@
 """Families whose blocks have something else in place of attention: linear attention, a convolution.
 
-Only MLPs of these blocks are compressed. What they send is looked at through transformers' own classes.
+Only MLPs of these blocks are compressed. What they send is looked at through transformers' own classes. A block of
+Nemotron-H has one of these, attention, or an MLP, all by one name.
 """
 
 import pytest
@@ -9,8 +10,13 @@ import transformers as t
 
 import rankfold
 from families import GQA, HEADS_OF_MAMBA, HEADS_OF_STATES, cached_numbers, some_ids, tokens
+from rankfold.calibration.runner import advance, outputs, start
+from rankfold.compression.replace import replace
 from rankfold.errors import UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes, formula_macs
+from rankfold.methods import BlockResult
+from rankfold.methods.result import put_attention
+from rankfold.recovery.tuning import _linear_layers
 
 BLOCKS = 4
 DEEP = GQA | {"num_hidden_layers": BLOCKS}
@@ -28,14 +34,21 @@ CONFIGS = {
     "falcon_h1": lambda: t.FalconH1Config(  # attention in all blocks, beside it
         **DEEP, **HEADS_OF_MAMBA, mamba_d_ssm=64, mlp_multipliers=[0.8, 1.25], attention_out_multiplier=0.7
     ),
+    "nemotron_h": lambda: t.NemotronHConfig(
+        **{key: value for key, value in GQA.items() if key != "num_hidden_layers"},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16},
+        **{"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
 }
 PLACE = {
     **{"qwen3_5_text": "linear_attn", "lfm2": "conv"},
     **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1"), "mamba"),
+    "nemotron_h": "mixer",  # with a state
 }
 DOWN = {
     **{"qwen3_5_text": "mlp.down_proj", "lfm2": "feed_forward.w2", "granitemoehybrid": "shared_mlp.output_linear"},
     **dict.fromkeys(("bamba", "falcon_h1"), "feed_forward.down_proj"),
+    "nemotron_h": "mixer.down_proj",
 }
 METHODS = ["rankfold", "modegpt", "latentllm", "svd-llm", "flap", "llm-pruner", "obd", "shortgpt"]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -44,6 +57,18 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token
 def model_of(family: str):
     torch.manual_seed(0)
     return t.AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+
+
+def in_place(block, family: str):
+    """What a block has in place of attention; ``None`` where it has none."""
+    found = getattr(block, PLACE[family], None)
+    return found if family != "nemotron_h" or hasattr(found, "A_log") else None
+
+
+def opened(dense):
+    source = rankfold.open_model(dense, device="cpu")
+    source.autocast = None
+    return source
 
 
 def options_of(method: str) -> dict:
@@ -70,7 +95,7 @@ def test_what_stands_in_place_of_attention_is_as_it_was(run):
     kept = [module.block for module in found.plan.modules if module.module == "block" and module.rank]
     for block, place in zip(small.model.layers, kept or range(BLOCKS), strict=True):
         theirs = dense.model.layers[place]
-        own, before = (getattr(one, PLACE[family], None) for one in (block, theirs))
+        own, before = (in_place(one, family) for one in (block, theirs))
         assert (own is None) == (before is None)
         if own is not None:
             own, before = own.state_dict(), before.state_dict()
@@ -95,17 +120,36 @@ def test_nothing_removed_leaves_the_logits(family, tmp_path):
     torch.testing.assert_close(found, expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", CONFIGS)
+def test_blocks_run_one_by_one_and_attention_replaced_at_full_rank_leave_the_logits(family):
+    dense = model_of(family)
+    source, replaced = opened(dense), 0
+    stream = start(source, some_ids(), autocast=None)
+    for index in range(BLOCKS):
+        view, result = source.block(index), BlockResult()
+        if view.attention.spec.qkv:
+            full, replaced = view.attention.head_dim, replaced + 1
+            projections = zip("qkvo", (*view.attention.qkv(), view.attention.output), strict=True)
+            put_attention(result, view.attention, dict(projections), full, full)
+        advance(replace(view, result, source), stream)
+    assert replaced == {"qwen3_5_text": 0, "falcon_h1": 0, "nemotron_h": 1}.get(family, 2)
+    torch.testing.assert_close(outputs(source, some_ids(), stream), dense(some_ids()).logits)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_moments_are_of_the_hidden_units_of_transformers_own_forward(family):
     dense, seen = model_of(family), {}
-    for index, block in enumerate(dense.model.layers):
-        block.get_submodule(DOWN[family]).register_forward_pre_hook(
-            lambda _, args, index=index: seen.setdefault(index, []).append(args[0].detach())
-        )
+    for name, module in dense.named_modules():
+        if name.endswith(f".{DOWN[family]}"):
+            index = int(name.split(".")[2])
+            module.register_forward_pre_hook(
+                lambda _, args, index=index: seen.setdefault(index, []).append(args[0].detach())
+            )
     data = tokens()
-    source = rankfold.open_model(dense, device="cpu")
-    source.autocast = None
-    moments = rankfold.calibrate(source, data, statistics={"mlp_hidden"})
+    moments = rankfold.calibrate(opened(dense), data, statistics={"mlp_hidden"})
+    with_mlp = {index for index in range(BLOCKS) if "mlp_hidden" in moments[index]}
+    assert with_mlp == seen.keys() == ({1, 3} if family == "nemotron_h" else {*range(BLOCKS)})
     seen.clear()
     with torch.no_grad():
         for ids in data.ids.split(4):
@@ -117,12 +161,53 @@ def test_moments_are_of_the_hidden_units_of_transformers_own_forward(family):
 
 
 @pytest.mark.parametrize("method, modules", [("modegpt", ("vo",)), ("flap", ("heads",)), ("latentllm", ("q", "o"))])
-def test_attention_is_compressed_where_it_is(method, modules):
+@pytest.mark.parametrize("family, blocks", [("lfm2", {1, 3}), ("nemotron_h", {2})])
+def test_attention_is_compressed_where_it_is(family, blocks, method, modules):
     """It may be named although the first block has none."""
-    dense = model_of("lfm2")
-    plan = rankfold.plan(dense, 0.01, method=method, calibration=tokens(), modules=modules, rank_multiple=2)
-    assert {module.block for module in plan.modules} == {1, 3}
+    plan = rankfold.plan(model_of(family), 0.01, method=method, calibration=tokens(), modules=modules, rank_multiple=2)
+    assert {module.block for module in plan.modules} == blocks
     assert {module.module for module in plan.modules} == {*modules}
+
+
+@pytest.mark.parametrize("method, modules", [("modegpt", ("mlp",)), ("flap", ("mlp",)), ("latentllm", ("up", "down"))])
+def test_mlps_are_compressed_where_they_are(method, modules):
+    dense = model_of("nemotron_h")
+    plan = rankfold.plan(dense, 0.01, method=method, calibration=tokens(), modules=modules, rank_multiple=2)
+    assert {(module.block, module.module) for module in plan.modules} == {
+        (n, module) for n in (1, 3) for module in modules
+    }
+
+
+@pytest.mark.parametrize("module, blocks", [("qkv", [2]), ("up", [1, 3]), ("down", [1, 3])])
+def test_zeros_are_set_where_a_module_is(module, blocks):
+    found = rankfold.compress(model_of("nemotron_h"), method="wanda", modules={module: 0.5}, calibration=tokens())
+    assert [row.block for row in found.plan.modules] == blocks
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("wanda", {"sparsity": 0.5}, "no linear layers that are module 'qkv'.* use modules={'o': 0.5}"),
+        ("modegpt", {"head_dim": 4}, "gives none only; leave head_dim out"),
+        ("modegpt", {"modules": ("experts",)}, "cannot take module 'experts'"),
+        ("latentllm", {"modules": ("gate",)}, "no module 'gate' that can be compressed; it has: q,k,v,o,up,down"),
+        ("latentllm", {"joint": "ud"}, "cannot take the joint form 'ud': the closed form of App. H is for ReLU"),
+        ("slicegpt", {}, "its spec does not say how its norms work"),
+        ("basis-sharing", {}, "differ in module 'up'; leave it out of modules, or take group_size=1"),
+    ],
+)
+def test_what_such_blocks_do_not_have_is_refused_in_one_line(method, options, message):
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        rankfold.compress(model_of("nemotron_h"), method=method, calibration=tokens(), **{"sparsity": 0.1, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_are_put_on_mlps_alone_where_asked():
+    dense = model_of("nemotron_h")
+    mlps = [f"model.layers.{block}.mixer.{name}_proj" for block in (1, 3) for name in ("up", "down")]
+    assert _linear_layers(dense, mlp_only=True) == mlps
+    everywhere = {name.rpartition(".")[2] for name in _linear_layers(dense, mlp_only=False)}
+    assert everywhere == {"in_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

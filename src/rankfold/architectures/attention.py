@@ -261,7 +261,8 @@ def read_attention(spec: AttentionSpec, block: nn.Module, config) -> AttentionVi
     module, heads = block.get_submodule(spec.path), config.num_attention_heads
     output = block.get_submodule(_output_path(block, spec))
     # What has become latent has no weight, but as every layer of the runtime the width of its input.
-    head_dim = (getattr(output, "in_features", None) or read_linear(output).weight.shape[1]) // heads
+    sent = getattr(output, "in_features", None) or read_linear(output).weight.shape[1]
+    head_dim = sent // heads if spec.is_there else 0
     kv_heads, rotary_dim = _kv_heads(spec, module, config) or heads, _rotary_dim(spec, module, config, head_dim)
     return AttentionView(spec, module, heads, kv_heads, head_dim, rotary_dim, config, block)
 

@@ -4,7 +4,6 @@ Shape legend: E experts, n tokens, D model width, F hidden width of an expert, R
 """
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from .linear import Dense
 from .rebuilding import FROM_CONFIG
-from .spec import ExpertsSpec
+from .spec import ExpertsSpec, part_at
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class ExpertsView:
 
 def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsView | None:
     """The experts of a block; ``None`` where it has none."""
-    experts: Any = reduce(lambda part, name: getattr(part, name, None), spec.path.split("."), block)
+    experts = part_at(block, spec.path)
     if experts is None:
         return None
     groups = [getattr(config, name) for name in spec.groups or ()]

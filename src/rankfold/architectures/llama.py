@@ -11,7 +11,8 @@ LLAMA = Architecture(
     mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", activation="mlp.act_fn"),
     norms=NormsSpec(),
 )
-MAMBA = mixer("mamba", "it has a state in place of keys and values")
+STATE = "it has a state in place of keys and values"
+MAMBA = mixer("mamba", STATE)
 ADJACENT = replace(LLAMA.attention, pairs="adjacent")
 GRANITE = replace(LLAMA, model_type="granite", adds=False)  # a factor stands behind each half of its block
 GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")

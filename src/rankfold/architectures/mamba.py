@@ -1,9 +1,10 @@
-"""Mamba and attention: Bamba and Jamba have one or the other in a block, Falcon-H1 both beside each other."""
+"""Mamba and attention: Bamba and Jamba have one or the other in a block, Falcon-H1 both beside each other. Nemotron-H:
+Mamba, attention or an MLP, each in a block of its own and under one name."""
 
 from dataclasses import replace
 
-from .llama import LLAMA, MAMBA
-from .spec import ExpertsSpec, MLPSpec, left_dense
+from .llama import LLAMA, MAMBA, STATE
+from .spec import ExpertsSpec, MLPSpec, left_dense, mixer, no_attention
 
 MLP = MLPSpec(gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj")
 BAMBA = replace(
@@ -22,4 +23,13 @@ ARCHITECTURES = (
         returns_tuple=False,
     ),
     replace(BAMBA, model_type="falcon_h1", attention=BESIDE, mixers=(BESIDE,), adds=False),
+    replace(
+        LLAMA,
+        model_type="nemotron_h",
+        attention=replace(LLAMA.attention, path="mixer", position="none"),
+        mixers=(mixer("mixer", STATE), no_attention("mixer.down_proj")),
+        mlp=MLPSpec(up="mixer.up_proj", down="mixer.down_proj"),
+        middle=None,
+        norms=None,
+    ),
 )

@@ -1,6 +1,6 @@
 """What stands between a vision tower and a language model: an MLP by itself, in LLaVA and its kin and in Qwen-VL."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, MLPSpec, no_attention
 
 
 def _projector(blocks: str, up: str, down: str, *, packed: bool = False) -> Architecture:
@@ -8,18 +8,7 @@ def _projector(blocks: str, up: str, down: str, *, packed: bool = False) -> Arch
     return Architecture(
         model_type="projector",
         blocks=blocks,
-        attention=AttentionSpec(
-            path="",
-            qkv=(),
-            output=down,
-            outside=True,
-            kv_heads=None,
-            position="none",
-            width=None,
-            scaling=1.0,
-            beyond="it has no attention",
-            packed=packed,
-        ),
+        attention=no_attention(down, packed=packed),
         mlp=MLPSpec(up=up, down=down, width=None),
         middle=None,
         adds=False,

@@ -4,6 +4,7 @@ Every trait is here because some step of the compression reads it, and the comme
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class ByConfig(Generic[T]):
 class AttentionSpec:
     """Where the attention of a block keeps its projections. Paths are relative to the attention module."""
 
-    path: str  # the module that is replaced, relative to the block
+    path: str  # the module that is replaced, relative to the block; empty where that has no attention
     output: str
     qkv: tuple[str, ...]  # ("q_proj", "k_proj", "v_proj"), or the one fused projection; none where they are none such
     # split: three projections. concat: rows are [all q | all k | all v]. grouped: rows are, for every key head,
@@ -87,6 +88,20 @@ class AttentionSpec:
     # begins: so Qwen-VL's towers take images of any size.
     packed: bool = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether this is an attention, or something in its place."""
+        return bool(self.path)
+
+    def is_in(self, block: "nn.Module") -> bool:
+        """Tell whether a block has the layer that sends what this computes."""
+        return part_at(block, self.output if self.outside else f"{self.path}.{self.output}") is not None
+
+
+def part_at(block: "nn.Module", path: str) -> Any:
+    """Return a module in a block; ``None`` where there is none, as blocks of a family may differ in kind."""
+    return reduce(lambda part, name: getattr(part, name, None), path.split("."), block)
+
 
 def left_dense(attention: AttentionSpec, beyond: str) -> AttentionSpec:
     """Return the spec of an attention of which no more is said than where it is, so that it stays as it is."""
@@ -96,6 +111,23 @@ def left_dense(attention: AttentionSpec, beyond: str) -> AttentionSpec:
 def mixer(path: str, beyond: str) -> AttentionSpec:
     """Return the spec of what a block has in place of attention: it stays as it is and caches nothing per token."""
     return AttentionSpec(path, "out_proj", (), kv_heads=None, position="none", beyond=beyond, cached=(), width=None)
+
+
+def no_attention(output: str, *, packed: bool = False) -> AttentionSpec:
+    """Return the spec of the attention of a block that has none, only ``output``, a layer that sends to the stream."""
+    return AttentionSpec(
+        path="",
+        output=output,
+        qkv=(),
+        outside=True,
+        kv_heads=None,
+        position="none",
+        beyond="it has no attention",
+        cached=(),
+        width=None,
+        scaling=1.0,
+        packed=packed,
+    )
 
 
 @dataclass(frozen=True)
@@ -111,6 +143,12 @@ class MLPSpec:
     # Between them: a block whose stream changes its width calls the layers itself. None: not said, and no such block
     # can be.
     activation: str | None = None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of its linear layers: ``gate``, ``up`` (with the gate in it where that is fused) and ``down``."""
+        found = {"gate": self.gate, "up": self.up, "down": self.down}
+        return {name: path for name, path in found.items() if path}
 
 
 @dataclass(frozen=True)
@@ -153,11 +191,12 @@ class Architecture:
     # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
     mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
-    # What some blocks have in place of attention, a child of theirs and `beyond` it: linear attention, a convolution;
-    # or the attention itself where something of that kind stands beside it.
+    # What some blocks have in place of attention, `beyond` it: linear attention, a convolution, nothing; or the
+    # attention itself where something of that kind stands beside it. Its output projection tells it from others.
     mixers: tuple[AttentionSpec, ...] = ()
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
-    # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
+    # the block's input, and in a block of one of them. The per-module influence score (MoDeGPT Eq. 42) needs that
+    # point.
     middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
     # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind
     # them. Only then can an output projection be fitted to what is missing from the stream.
@@ -189,7 +228,7 @@ class Architecture:
 
     def attention_of(self, block: "nn.Module") -> AttentionSpec:
         """Spec of the attention of a block, or of what it has in its place."""
-        return next((spec for spec in self.mixers if getattr(block, spec.path, None) is not None), self.attention)
+        return next((spec for spec in self.mixers if spec.is_in(block)), self.attention)
 
     def path_of(self, index: int) -> str:
         """Path of a block."""

@@ -14,7 +14,7 @@ from .attention import AttentionView, read_attention
 from .experts import ExpertsView, read_experts
 from .linear import Dense, read_linear
 from .norms import Norm, read_norm
-from .spec import Architecture, ByConfig, MLPSpec
+from .spec import Architecture, ByConfig, MLPSpec, part_at
 
 T = TypeVar("T")
 
@@ -37,9 +37,7 @@ class MLPView:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Paths of its linear layers: ``gate``, ``up`` (with the gate in it where that is fused) and ``down``."""
-        found = {"gate": self.spec.gate, "up": self.spec.up, "down": self.spec.down}
-        return {name: path for name, path in found.items() if path}
+        return self.spec.paths
 
     def rising(self) -> dict[str, Dense]:
         """Path -> projection into the hidden units: up, gate, or both stacked."""
@@ -103,15 +101,16 @@ class BlockView:
         """Beside experts the one that all tokens go through; ``None`` where there is none."""
         experts = self.experts
         spec = experts.spec.shared if experts else self.architecture.mlp
-        return MLPView(spec, self.module) if spec else None
+        return MLPView(spec, self.module) if spec and part_at(self.module, spec.down) is not None else None
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """Its linear layers, by what they compute: ``q``, ``k``, ``v`` or the fused ``qkv``; ``o``; ``gate``, ``up``
-        (with the gate in it where that is fused) and ``down`` of an MLP that is shown."""
+        """Its linear layers, by what they compute, as far as it has them: ``q``, ``k``, ``v`` or the fused ``qkv``;
+        ``o``; ``gate``, ``up`` (with the gate in it where that is fused) and ``down`` of an MLP that is shown."""
         modules = self.attention.qkv_modules
         names = {3: ("q", "k", "v"), 1: ("qkv",), 0: ()}[len(modules)]
-        found = dict(zip(names, modules, strict=True)) | {"o": self.attention.output_module}
+        found = dict(zip(names, modules, strict=True))
+        found |= {"o": self.attention.output_module} if self.attention.spec.is_there else {}
         paths = self.mlp.paths if self.mlp else {}
         return found | {name: self.module.get_submodule(path) for name, path in paths.items()}
 
@@ -121,7 +120,7 @@ class BlockView:
         attention, mlp = self.architecture.attention_of(self.module), self.mlp.spec if self.mlp else None
         inputs = tuple(f"{attention.path}.{name}" for name in attention.qkv)
         found = {"attention_input": inputs} if inputs else {}
-        if not self.architecture.projects:
+        if attention.is_there:
             found["attention_output"] = (self.attention.output_path,)
         if mlp is not None:
             found |= {"mlp_input": tuple(path for path in (mlp.gate, mlp.up) if path), "mlp_hidden": (mlp.down,)}

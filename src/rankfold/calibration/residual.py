@@ -16,14 +16,14 @@ from .observers import LayerInput, Observer
 
 class Middle:
     """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what
-    enters a projector, which has no attention."""
+    enters a block without attention."""
 
     def __init__(self, view: BlockView):
-        self.view = view
+        self.view, self.attention = view, view.attention
         self._caught: Tensor | Any = None
 
     def hooks(self):
-        if self.view.architecture.projects:
+        if not self.attention.spec.is_there:
             return []
         if self.view.middle is not None:
             return [self.view.middle.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
@@ -31,14 +31,14 @@ class Middle:
         def catch(_: Any, __: Any, output: Any) -> None:
             self._catch(output[0] if isinstance(output, tuple) else output)
 
-        return [self.view.attention.module.register_forward_hook(catch)]
+        return [self.attention.module.register_forward_hook(catch)]
 
     def _catch(self, x: Tensor) -> None:
         self._caught = x
 
     def take(self, hidden: Tensor) -> Tensor:
         """``(B, T, D)`` of the batch ``hidden`` that just ran."""
-        if self.view.architecture.projects:
+        if not self.attention.spec.is_there:
             return hidden
         caught, self._caught = self._caught.view_as(hidden), None
         return hidden + caught if self.view.middle is None else caught

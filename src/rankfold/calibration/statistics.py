@@ -65,13 +65,15 @@ class Statistic(NamedTuple):
     until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
     sequential: bool = False  # of use only on what the compressed blocks send
-    part: Literal["heads", "norms", "mlp", "experts", "stream"] | None = None  # which not every block has
+    part: Literal["heads", "norms", "attention", "mlp", "experts", "stream"] | None = None  # which not every block has
     dense_input: str = ""  # the input it reads of the dense model
 
     def seen_in(self, view: BlockView) -> bool:
         """Whether a block has what is measured."""
         if self.part == "heads":
             return bool(view.attention.spec.qkv)
+        if self.part == "attention":
+            return view.attention.spec.is_there
         if self.part == "stream":
             return not view.architecture.projects
         if self.part == "norms":
@@ -87,21 +89,21 @@ def _beside(name: str, until: Literal["attention", "mlp"] = "attention", *, part
 STATISTICS: dict[str, Statistic] = {
     # Inputs of q, k and v; of the output projection; of up and gate; of the down projection.
     "attention_input": Statistic(lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"),
-    "attention_output": Statistic(lambda s: s.input_of(s.view.attention.output_module), part="stream"),
+    "attention_output": Statistic(lambda s: s.input_of(s.view.attention.output_module), part="attention"),
     "mlp_input": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"),
     "mlp_hidden": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"),
     # Rows of the input of up, for methods that iterate on activations.
     "mlp_samples": Statistic(Scene.samples, "mlp", part="mlp"),
     # What these inputs lack of those in the dense model, with them.
     "dense_attention_input": _beside("attention_input", part="heads"),
-    "dense_attention_output": _beside("attention_output", part="stream"),
+    "dense_attention_output": _beside("attention_output", part="attention"),
     "dense_mlp_input": _beside("mlp_input", "mlp", part="mlp"),
     "dense_mlp_hidden": _beside("mlp_hidden", "mlp", part="mlp"),
     # What the dense stream has behind attention and this one lacks, with the input of the output projection.
     "attention_feedback": Statistic(
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
         two_streams=True,
-        part="stream",
+        part="attention",
     ),
     # What the dense stream has behind the block and this one lacks behind attention, with the input of the down
     # projection.

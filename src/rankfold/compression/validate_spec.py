@@ -99,6 +99,7 @@ def _prove(source: DenseModel, ids: Tensor) -> Proof:
     spec, differences, units, turns = source.architecture, [], [], {}
     for index in range(len(source)):
         view = source.block(index)
+        _check_mlp(view, source)
         if index == 0:
             spec = _halves(view, stream, source)
         if not view.attention.spec.beyond and not spec.attention.beyond:
@@ -138,6 +139,13 @@ def _started(source: DenseModel, ids: Tensor) -> Stream:
 def _close(source: DenseModel) -> float:
     """Return the relative tolerance: a wrong trait changes a hundred times that of fp32, rounding a hundredth."""
     return max(1e-3, 8 * torch.finfo(source.compute_dtype).eps)
+
+
+def _check_mlp(view: BlockView, source: DenseModel) -> None:
+    """Refuse a block that has its MLP elsewhere than others: it would stay dense without a word."""
+    spec = view.experts.spec.shared if view.experts else view.architecture.mlp
+    if spec and view.mlp is None:
+        _refuse(source, f"block {view.index} has no {spec.down}, as others have")
 
 
 class _Look(NamedTuple):

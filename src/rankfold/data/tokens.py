@@ -125,8 +125,10 @@ def _check_pixels(pixels: Tensor, source) -> None:
 
 def say_if_few(ids: Data, source) -> None:
     """Log a line where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
-    view = source.meta_block(0)
-    widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
+    widths = (
+        (view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0) for view in source.meta_blocks()
+    )
+    widest = max(map(max, widths))
     tokens = tokens_in(ids, source.part)
     if tokens < widest:
         log.warning(

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .._utils.extras import require
 from .._utils.present import present
-from ..architectures import architecture_of
+from ..architectures import Architecture, architecture_of
 from ..errors import OptionError, UnsupportedModelError, option
 from ..linalg.stochastic_rounding import round_stochastically
 from ..models.auto_classes import check_writes
@@ -93,8 +93,7 @@ def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
-    family = architecture_of(model) if mlp_only else None
-    left_out = [f".{spec.path}." for spec in (family.attention, *family.mixers)] if family else []
+    left_out = tuple(f"{path}." for path in _attentions(model, architecture_of(model))) if mlp_only else ()
     read = set(model.get_decoder().modules())  # neither the head, nor what reads images
     found = [
         name
@@ -102,8 +101,8 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D)
         and module in read
         and module.weight.numel()
-        and not name.endswith(".mamba.out_proj")  # fused kernels read its weight alone, so PEFT refuses it
-        and not any(path in name for path in left_out)
+        and not name.endswith((".mamba.out_proj", ".mixer.out_proj"))  # fused kernels read its weight; PEFT refuses it
+        and not name.startswith(left_out)
     ]
     if not found:
         raise UnsupportedModelError(
@@ -111,6 +110,13 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
             f"{option('tune', 'all')}"
         )
     return found
+
+
+def _attentions(model: PreTrainedModel, family: Architecture) -> Iterator[str]:
+    """Paths of the attention of every block, or of what it has in its place."""
+    for index, block in enumerate(model.get_submodule(family.blocks).children()):
+        if (spec := family.attention_of(block)).is_there:
+            yield f"{family.path_of(index)}.{spec.path}"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...allocation import Allocation, Budget, Parameters, Uniform
-from ...architectures import BlockView, as_stored
+from ...architectures import Architecture, BlockView, as_stored
 from ...calibration.moments import BlockMoments
 from ...errors import OptionError, UnsupportedModelError, method_option, option
 from ...linalg.lowrank import metric_error
@@ -71,8 +71,9 @@ class TwoOfFour(Method):
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         self._check_pattern()
         there = [module for module, statistic in INPUTS.items() if statistic in view.readers]
+        elsewhere = _elsewhere(architecture) if self.modules else ()
         for module in self.modules or self.all_modules:
-            if module not in there:
+            if module not in (*there, *elsewhere):
                 rest = dict.fromkeys(there, SPARSITY)
                 raise UnsupportedModelError(
                     f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights "
@@ -135,6 +136,13 @@ class TwoOfFour(Method):
 
         result.errors[module] = error
         result.reports[module] |= {"zeros": int((kept == 0).sum()), "relative_error": error(moments)}
+
+
+def _elsewhere(architecture: Architecture) -> tuple[str, ...]:
+    """Modules that other blocks may have, where blocks differ in kind."""
+    if not architecture.mixers:
+        return ()
+    return (*(["qkv"] if architecture.attention.qkv else []), "o", *(["up", "down"] if architecture.mlp else []))
 
 
 def _fishers(view: BlockView, module: str) -> list[str]:

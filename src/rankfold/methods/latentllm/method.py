@@ -108,7 +108,8 @@ class LatentLLM(NarrowingMethod):
         reasons = {}
         if view.attention.norms:
             reasons["qk"] = "it normalises queries and keys, so their product is not the model's score"
-        if view.mlp is None or view.mlp.spec.gate or view.mlp.spec.fused_gate:
+        mlp = view.architecture.mlp if view.mlp is None else view.mlp.spec
+        if mlp is None or mlp.gate or mlp.fused_gate:
             reasons["ud"] = "the closed form of App. H is for an MLP without gate"
         elif not view.relu:
             reasons["ud"] = "the closed form of App. H is for ReLU"
@@ -146,12 +147,14 @@ class LatentLLM(NarrowingMethod):
         there = slots(self, view)
         present = [m for m in self.all_modules if m in there]
         elsewhere = EXPERTS if architecture.experts and self.takes_experts else ()  # blocks may differ in kind
-        elsewhere += ATTENTION if architecture.mixers and not architecture.attention.beyond else ()
+        if architecture.mixers and not architecture.attention.beyond:
+            elsewhere += (QKV, "o") if self.shared_qkv else ("q", "k", "v", "o")
+        elsewhere += tuple(architecture.mlp.paths) if architecture.mlp else ()
         for module in self.modules or ():
             if module not in (*present, *elsewhere):
+                rest = ",".join(m for m in self.all_modules if m in (*present, *elsewhere))
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has no module {module!r} that can be compressed; it has: "
-                    f"{','.join(present)}"
+                    f"{architecture.model_type} has no module {module!r} that can be compressed; it has: {rest}"
                 )
         if self.head_junction and not head_identities(self, view):
             why = "normalises" if view.attention.norms else "rotates"

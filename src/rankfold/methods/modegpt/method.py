@@ -183,7 +183,7 @@ class MoDeGPT(MeasurableMethod):
         if not {"qk", "vo"} <= set(modules):
             raise UnsupportedModelError(
                 f"head_dim {self.head_dim} is the width of queries, keys and values, and "
-                f"{view.architecture.model_type} gives {','.join(modules)} only; leave head_dim out"
+                f"{view.architecture.model_type} gives {','.join(modules) or 'none'} only; leave head_dim out"
             )
         if self.head_dim >= view.attention.head_dim:
             raise OptionError(f"head_dim must be below the model's {view.attention.head_dim}, got {self.head_dim}")

@@ -48,7 +48,7 @@ class Slicing(NarrowingMethod):
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
-        if view.mlp is None:
+        if view.mlp is None and view.experts:
             reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken"
         if architecture.attention.beyond:
             reasons["heads"] = architecture.attention.beyond
@@ -66,6 +66,7 @@ class Slicing(NarrowingMethod):
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
         missing = {"heads"} if view.attention.spec.beyond else set()  # blocks may differ in kind
+        missing |= {"mlp"} if view.mlp is None else set()
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons.keys() | missing)
 
     def statistics(self, view: BlockView) -> set[str]:
