@@ -66,6 +66,12 @@ CONFIGS = {
         **{"num_experts": E, "num_experts_per_tok": TOP, "attn_layer_period": 3, "attn_layer_offset": 1},
         **{"expert_layer_period": 2, "expert_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
     ),
+    "nemotron_h": lambda: t.NemotronHConfig(  # without a gate, and on latents of all experts together
+        **{key: value for key, value in GQA.items() if key != "num_hidden_layers"},
+        **{"n_routed_experts": E, "num_experts_per_tok": TOP, "moe_intermediate_size": F, "moe_latent_size": 16},
+        **{"moe_shared_expert_intermediate_size": 40, "head_dim": 8},
+        layers_block_type=["moe", "full_attention", "moe"],
+    ),
 }
 ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next"}
 OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
@@ -73,12 +79,14 @@ SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),
     "granitemoehybrid": "shared_mlp",
+    "nemotron_h": "mixer.shared_experts",
 }
 PLAIN = {
     ("qwen2_moe", 1),
     ("qwen3_next", 1),
     ("lfm2_moe", 0),
     ("jamba", 1),
+    ("nemotron_h", 1),
     *((family, 0) for family in OF_DEEPSEEK),
 }  # blocks without experts
 
@@ -120,7 +128,8 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 def experts_of(model: nn.Module, index: int) -> nn.Module | None:
     block = model.model.layers[index]
-    owner = next(part for name in ("block_sparse_moe", "feed_forward", "mlp") if (part := getattr(block, name, None)))
+    names = ("block_sparse_moe", "feed_forward", "mlp", "mixer")
+    owner = next(part for name in names if (part := getattr(block, name, None)))
     return getattr(owner, "experts", None)
 
 
@@ -144,7 +153,7 @@ class Routed(NamedTuple):
 class One(NamedTuple):
     """One expert, fp64."""
 
-    gate: Tensor  # (F, D)
+    gate: Tensor  # (F, D); up again where there is none
     up: Tensor
     down: Tensor  # (D, F)
     gate_bias: Tensor | float
@@ -153,6 +162,8 @@ class One(NamedTuple):
 
     def hidden(self, x: Tensor) -> Tensor:
         """``(m, F)``"""
+        if self.gate is self.up:  # Nemotron-H
+            return (x @ self.up.T).relu().square()
         gate, up = x @ self.gate.T + self.gate_bias, x @ self.up.T + self.up_bias
         if self.down_bias is None:
             return gate * torch.sigmoid(gate) * up
@@ -160,8 +171,15 @@ class One(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def rising_of(module: nn.Module) -> str:
+    return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
+
+
 def one(module: nn.Module, expert: int) -> One:
-    rising, down = (getattr(module, name).detach()[expert].double() for name in ("gate_up_proj", "down_proj"))
+    names = (rising_of(module), "down_proj")
+    rising, down = (getattr(module, name).detach()[expert].double() for name in names)
+    if names[0] == "up_proj":
+        return One(rising, rising, down, 0.0, 0.0, None)
     if not hasattr(module, "down_proj_bias"):
         return One(*rising.chunk(2), down, 0.0, 0.0, None)
     rising_bias, down_bias = (getattr(module, f"{n}_proj_bias").detach()[expert].double() for n in ("gate_up", "down"))
@@ -463,7 +481,7 @@ def test_a_plan_with_moments_says_how_many_tokens_each_expert_saw(default):
 def test_shared_experts_and_plain_blocks_are_reduced_as_mlps(family):
     model = rankfold.compress(opened(model_of(family)), method=MoDeGPT(modules={"mlp": 0.5}), calibration=text()).model
     dense = model_of(family)
-    for index in range(3):
+    for index in blocks_with_experts(dense) if family == "nemotron_h" else range(3):
         path = "mlp" if (family, index) in PLAIN else SHARED[family]
         down = f"{path}.{'output_linear' if path == 'shared_mlp' else 'down_proj'}"
         ours, theirs = (net.model.layers[index].get_submodule(down).weight for net in (model, dense))
@@ -555,7 +573,7 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "lfm2_moe", "nemotron_h"])
 def test_what_experts_are_chosen_by_is_not_rounded(family, tmp_path):
     biases = with_biases(family, tmp_path / "dense")
     method = rankfold.make_method("modegpt", sparsity=0.08, rank_multiple=2, allocation="uniform", target="stock")
@@ -570,7 +588,14 @@ def test_what_experts_are_chosen_by_is_not_rounded(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, method", [("glm4_moe", "modegpt"), ("lfm2_moe", "reap"), ("dots1", "shortgpt"), ("apertus", "shortgpt")]
+    "family, method",
+    [
+        ("glm4_moe", "modegpt"),
+        ("lfm2_moe", "reap"),
+        ("dots1", "shortgpt"),
+        ("apertus", "shortgpt"),
+        ("nemotron_h", "reap"),
+    ],
 )
 def test_buffers_are_among_the_bytes_of_the_plan(family, method, tmp_path):
     model = tiny_model(family) if family == "apertus" else model_of(family)

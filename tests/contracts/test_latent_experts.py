@@ -23,6 +23,7 @@ from test_experts import (
     model_of,
     one,
     opened,
+    rising_of,
     text,
 )
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ CLOSE = 2e-3
 
 def stored(module: nn.Module, side: str, expert: int) -> Tensor:
     """``(2 F, D)`` or ``(D, F)`` a dense weight, rows as the family has them."""
-    weight = getattr(module, "gate_up_proj" if side == "experts_up" else "down_proj").detach()[expert].double()
+    weight = getattr(module, rising_of(module) if side == "experts_up" else "down_proj").detach()[expert].double()
     return weight.T if hasattr(module, "down_proj_bias") else weight
 
 
@@ -105,7 +106,7 @@ def test_the_familys_own_module_computes_the_same_with_what_the_factors_amount_t
     dense = copy.deepcopy(dense)
     for index in blocks_with_experts(dense):
         theirs, ours = experts_of(dense, index), experts_of(small, index)
-        for (side, name), layer in zip(SIDES.items(), ("gate_up_proj", "down_proj"), strict=True):
+        for (side, name), layer in zip(SIDES.items(), (rising_of(theirs), "down_proj"), strict=True):
             for expert in range(E):
                 weight, bias = amounts_to(getattr(ours, name)[expert])
                 biased = hasattr(theirs, "down_proj_bias")

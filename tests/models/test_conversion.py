@@ -26,6 +26,12 @@ CONFIGS = {
         **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
         **{"q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
     ),
+    "nemotron_h": lambda: t.NemotronHConfig(
+        **{key: value for key, value in GQA.items() if key != "num_hidden_layers"},
+        **{"n_routed_experts": E, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "head_dim": 8},
+        layers_block_type=["linear_attention", "moe", "full_attention"],
+    ),
 }
 
 
@@ -47,12 +53,30 @@ def test_blocks_are_read_one_by_one_and_are_those_of_the_model(family, tmp_path)
     model = saved(tmp_path / "dense", family, max_shard_size="40KB")
     source = opened(tmp_path / "dense")
     stored = load_file(next((tmp_path / "dense").glob("*.safetensors")))
-    assert not any(name.endswith("experts.gate_up_proj") for name in stored)
+    assert not any(name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in stored)
     assert source.streamed and len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
     for index in range(3):
         theirs, ours = model.model.layers[index].state_dict(), source.block(index).module.state_dict()
         assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert source.fingerprint == opened(model).fingerprint
+
+
+def test_blocks_are_read_by_the_names_of_the_hub(tmp_path):
+    """Transformers saves its own names of Nemotron-H, which read as well."""
+    model = saved(tmp_path / "dense", "nemotron_h")
+    (file,) = (tmp_path / "dense").glob("*.safetensors")
+    stored = {name.replace("model.", "backbone.", 1): tensor for name, tensor in load_file(file).items()}
+    assert sum(name.startswith("backbone.layers.") for name in stored) > 30
+    save_file(stored, file, metadata={"format": "pt"})
+    source = opened(tmp_path / "dense")
+    for index in range(3):
+        theirs, ours = model.model.layers[index].state_dict(), source.block(index).module.state_dict()
+        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    small = rankfold.compress(
+        source, method=MoDeGPT(modules={"experts": 0.5}), calibration=tokens(8), output=tmp_path / "a"
+    )
+    with torch.no_grad():
+        assert torch.isfinite(rankfold.load(small.output, device="cpu")(some_ids()).logits).all()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

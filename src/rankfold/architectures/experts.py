@@ -1,4 +1,4 @@
-"""One view of a block's experts: gated MLPs side by side, stacked in 3-D parameters.
+"""One view of a block's experts: MLPs side by side, stacked in 3-D parameters.
 
 Shape legend: E experts, n tokens, D model width, F hidden width of an expert, R kept width.
 """
@@ -36,9 +36,28 @@ class ExpertsView:
     def biased(self) -> bool:
         return hasattr(self.module, "down_proj_bias")
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether what goes up is multiplied by a gate, as in most families."""
+        return getattr(self.module, "has_gate", True)
+
+    @property
+    def rising_name(self) -> str:
+        """Name of the parameter with the projections into the hidden units."""
+        return "gate_up_proj" if self.is_gated else "up_proj"
+
+    @property
+    def per_unit(self) -> int:
+        """Weights of a hidden unit of one expert."""
+        return (3 if self.is_gated else 2) * self.down(0).weight.shape[0]
+
+    @property
+    def biases_per_unit(self) -> int:
+        return (2 if self.is_gated else 1) if self.biased else 0
+
     def rising(self, expert: int) -> Dense:
-        """``(2 F, D)`` gate and up, rows as they are stored."""
-        return self._one("gate_up_proj", expert)
+        """``(2 F, D)`` gate and up, rows as they are stored; ``(F, D)`` without a gate."""
+        return self._one(self.rising_name, expert)
 
     def down(self, expert: int) -> Dense:
         """``(D, F)``."""
@@ -51,6 +70,8 @@ class ExpertsView:
 
     def rows_of(self, keep: Tensor) -> Tensor:
         """Rows of :meth:`rising` that belong to the hidden units ``keep``."""
+        if not self.is_gated:
+            return keep
         if self.spec.interleaved:
             return torch.stack([2 * keep, 2 * keep + 1], 1).flatten()
         return torch.cat([keep, keep + self.hidden])
@@ -59,12 +80,13 @@ class ExpertsView:
         """``(n, F)`` what the down projection of an expert receives for the tokens ``x`` ``(n, D)``."""
         rising = self.rising(expert)
         # The family's own: GPT-OSS clamps, and adds one to what the gate multiplies.
-        return self.module._apply_gate(nn.functional.linear(x.to(rising.weight), rising.weight, rising.bias))
+        activate = self.module._apply_gate if self.is_gated else self.module.act_fn
+        return activate(nn.functional.linear(x.to(rising.weight), rising.weight, rising.bias))
 
     def parameters_at(self, width: int) -> int:
         """Of one expert with so many hidden units, biases included."""
-        model_width = self.down(0).weight.shape[0]
-        return 3 * model_width * width + (2 * width + model_width if self.biased else 0)
+        biases = self.down(0).weight.shape[0] if self.biased else 0
+        return (self.per_unit + self.biases_per_unit) * width + biases
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -83,9 +105,9 @@ class ExpertsView:
         return {"kind": "experts", **sizes, "bias": self.biased, "transposed": self.spec.transposed}
 
     def stacked(self, experts: list[tuple[Dense, Dense]]) -> dict[str, Tensor]:
-        """The module's tensors out of gate and up ``(2 R, D)`` and down ``(D, R)`` of every expert."""
-        found = {}
-        for name, parts in zip(("gate_up_proj", "down_proj"), zip(*experts, strict=True), strict=True):
+        """The module's tensors out of gate and up ``(2 R, D)``, or up alone, and down ``(D, R)`` of every expert."""
+        found, names = {}, (self.rising_name, "down_proj")
+        for name, parts in zip(names, zip(*experts, strict=True), strict=True):
             weight = torch.stack([part.weight for part in parts])
             found[name] = weight.mT.contiguous() if self.spec.transposed else weight
             if self.biased:

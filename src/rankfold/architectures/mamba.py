@@ -1,5 +1,5 @@
 """Mamba and attention: Bamba and Jamba have one or the other in a block, Falcon-H1 both beside each other. Nemotron-H:
-Mamba, attention or an MLP, each in a block of its own and under one name."""
+Mamba, attention, an MLP or experts without gate, each in a block of its own and under one name."""
 
 from dataclasses import replace
 
@@ -11,6 +11,12 @@ BAMBA = replace(
     LLAMA, model_type="bamba", mixers=(MAMBA,), mlp=MLP, middle="pre_ff_layernorm", norms=None, returns_tuple=True
 )
 BESIDE = left_dense(LLAMA.attention, "Mamba stands beside it, and factors before and behind its layers")
+
+NEMOTRON_SHARED = MLPSpec(
+    up="mixer.shared_experts.up_proj",
+    down="mixer.shared_experts.down_proj",
+    width="moe_shared_expert_intermediate_size",
+)
 
 ARCHITECTURES = (
     BAMBA,
@@ -27,8 +33,11 @@ ARCHITECTURES = (
         LLAMA,
         model_type="nemotron_h",
         attention=replace(LLAMA.attention, path="mixer", position="none"),
-        mixers=(mixer("mixer", STATE), no_attention("mixer.down_proj")),
+        mixers=(mixer("mixer", STATE), no_attention("mixer.down_proj"), no_attention(NEMOTRON_SHARED.down)),
         mlp=MLPSpec(up="mixer.up_proj", down="mixer.down_proj"),
+        experts=ExpertsSpec(
+            path="mixer.experts", shared=NEMOTRON_SHARED, count="n_routed_experts", groups=("n_group", "topk_group")
+        ),
         middle=None,
         norms=None,
     ),

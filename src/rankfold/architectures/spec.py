@@ -153,7 +153,8 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Where a block keeps its experts: gated MLPs stacked in the 3-D parameters ``gate_up_proj`` and ``down_proj``."""
+    """Where a block keeps its experts: MLPs stacked in the 3-D parameters ``gate_up_proj`` and ``down_proj``, or
+    ``up_proj`` and ``down_proj`` where they have no gate."""
 
     path: str = "mlp.experts"  # relative to the block; a block without it has an ordinary MLP
     transposed: bool = False  # stored (experts, in, out), as transformers' kernels want it; else (experts, out, in)

@@ -242,7 +242,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     everywhere = calibration.get("tokens_of_all", tokens) if calibration else 0
     each = [_moment_bytes(view, method.statistics(view), everywhere, active) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
-    view, statistics = max(views, key=_hidden), set().union(*map(method.statistics, views))
+    view = max(views, key=lambda view: (bool(view.mlp or view.experts), _hidden(view)))
+    statistics = set().union(*map(method.statistics, views))
     width, probes = view.attention.output.weight.shape[0], most_tokens(source)
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     two = any(STATISTICS[name].two_streams for name in statistics)

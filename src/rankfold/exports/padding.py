@@ -93,11 +93,11 @@ def _padded_mlp(view: BlockView, stock: MLPView) -> dict[str, Dense]:
 
 
 def _padded_experts(experts: ExpertsView, stock: ExpertsView) -> dict[str, Tensor]:
-    rows = stock.rows_of(torch.arange(experts.hidden))
+    rows, full = stock.rows_of(torch.arange(experts.hidden)), len(stock.rising(0).weight)
 
     def one(expert: int) -> tuple[Dense, Dense]:
         rising, down = experts.rising(expert), experts.down(expert)
-        wide = _each(rising, lambda t: t.new_zeros(2 * stock.hidden, *t.shape[1:]).index_copy(0, rows, t))
+        wide = _each(rising, lambda t: t.new_zeros(full, *t.shape[1:]).index_copy(0, rows, t))
         return wide, Dense(pad_units(down.weight, stock.hidden, 1), down.bias)
 
     tensors = stock.stacked([one(expert) for expert in range(experts.count)])

@@ -14,6 +14,11 @@ from .layers import build_layer
 WIDTHS = ("intermediate_dim", "intermediate_size")  # what families call the attribute that repeats the hidden width
 
 
+def has_gate(family: nn.Module) -> bool:
+    """Tell whether experts multiply what goes up by a gate, as most do."""
+    return getattr(family, "has_gate", True)
+
+
 def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
     """The family's own module, and with it all kernels that transformers has for it, over narrower parameters.
 
@@ -23,7 +28,8 @@ def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
     """
     module = _without_weights(dense, spec)
     E, D, R = spec["experts"], spec["in"], spec["width"]
-    for name, rows, columns in (("gate_up_proj", 2 * R, D), ("down_proj", D, R)):
+    rising = ("gate_up_proj", 2 * R, D) if has_gate(dense) else ("up_proj", R, D)
+    for name, rows, columns in (rising, ("down_proj", D, R)):
         shape = (E, columns, rows) if spec["transposed"] else (E, rows, columns)
         setattr(module, name, nn.Parameter(torch.empty(shape)))
         if spec["bias"]:
@@ -55,9 +61,10 @@ class LatentExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """(n, D) tokens, (n, k) their experts, (n, k) weights of these in the sum (n, D)."""
         sent = torch.zeros_like(hidden_states)
+        activate = self.family._apply_gate if has_gate(self.family) else self.family.act_fn
         for expert, (rising, falling) in enumerate(zip(self.rising, self.falling, strict=True)):
             tokens, place = (top_k_index == expert).nonzero(as_tuple=True)
-            hidden = self.family._apply_gate(rising(hidden_states[tokens]))
+            hidden = activate(rising(hidden_states[tokens]))
             weighted = falling(hidden) * top_k_weights[tokens, place, None]
             sent.index_add_(0, tokens, weighted.to(sent.dtype))
         return sent

@@ -89,7 +89,7 @@ class REAP(Method):
         experts: ExpertsView | None = view.experts
         if experts is None or EXPERT_COUNT not in ranks:
             return Work()
-        return multiplying(3 * experts.active * experts.hidden, experts.down(0).weight.shape[0], 128 * 2048)
+        return multiplying(experts.active * experts.hidden, experts.per_unit, 128 * 2048)
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """One step, of which several processes share the experts."""

@@ -164,7 +164,7 @@ class MoDeGPT(MeasurableMethod):
                 per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
             elif module == "experts":
                 step, full = math.lcm(self.rank_multiple, EXPERT_STEP), view.experts.hidden
-                per_rank = 3 * width * view.experts.count
+                per_rank = view.experts.per_unit * view.experts.count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
                 whole_pairs = 2 if module == "qk" and self.rank_multiple % 2 else 1
@@ -205,8 +205,8 @@ class MoDeGPT(MeasurableMethod):
             lost = view.mlp.hidden - ranks["mlp"]
             biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
             change -= lost * biases // view.mlp.hidden
-        if "experts" in ranks and view.experts.biased:
-            change -= 2 * view.experts.count * (view.experts.hidden - ranks["experts"])
+        if "experts" in ranks:
+            change -= view.experts.biases_per_unit * view.experts.count * (view.experts.hidden - ranks["experts"])
         biases, indices = self._attention_extras(view, ranks) if ranks.keys() & {"qk", "vo"} else (0, 0)
         return change - biases, indices
 
