@@ -87,6 +87,7 @@ EXPERTS = {
     "dots1": "dots.llm1",
     "lfm2_moe": "LFM2-MoE",
     "jamba": "Jamba",
+    "nemotron_h": "Nemotron-H and Nemotron 3 Nano",
 }
 ENCODERS = {
     "bert": "BERT",
