@@ -25,11 +25,11 @@ BLOCKS = 6  # the last two read keys and values of the third and the fourth
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def config_of(blocks: int = BLOCKS, *, each: int = 8) -> t.Gemma4TextConfig:
+def config_of(blocks: int = BLOCKS, *, each: int = 8, readers: int = 2) -> t.Gemma4TextConfig:
     return t.Gemma4TextConfig(
         **(GQA | IDS | {"num_hidden_layers": blocks, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8}),
         **{"hidden_size_per_layer_input": each, "vocab_size_per_layer_input": GQA["vocab_size"]},
-        **{"layer_types": ["sliding_attention", "full_attention"] * (blocks // 2), "num_kv_shared_layers": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"] * (blocks // 2), "num_kv_shared_layers": readers},
         use_double_wide_mlp=True,
     )
 
@@ -124,6 +124,23 @@ def test_what_runs_single_blocks_is_refused_in_one_sentence(dense, asked):
         f"blocks of {type(dense).__name__} hand keys and values on to later ones, so none runs by itself, as gradients "
         "and latencies are measured; use a method, an allocation and a budget without them"
     )
+
+
+@pytest.mark.parametrize("asked", ["gradients", "more gradients"])
+def test_where_no_block_reads_those_of_another_single_blocks_are_run(asked):
+    """As in the larger models, whose blocks are called with an empty place for them all the same."""
+    dense = t.AutoModelForCausalLM.from_config(config_of(4, readers=0))
+    method, options = ASKED[asked]
+    found = rankfold.compress(dense, 0.05, method=method, calibration=tokens(), rank_multiple=2, **options)
+    assert sum(p.numel() for p in found.model.parameters()) == found.plan.parameters_after < found.plan.parameters
+
+
+def test_keys_and_values_that_nobody_reads_later_do_not_wait_in_memory():
+    data = CalibrationData(some_ids(96, 64), "some", "some", 0)
+    models = [t.AutoModelForCausalLM.from_config(config_of(8, readers=readers)) for readers in (2, 0)]
+    reading, apart = (rankfold.plan(model, 0.2, calibration=data).peak_memory_bytes for model in models)
+    kept = 4 * data.ids.numel() * 2 * cached_numbers(models[1]) // 8  # bytes, of two blocks
+    assert reading - apart > 0.9 * kept
 
 
 @pytest.mark.parametrize("options", [{"tune": "all"}, {"tune": "lora"}, {"blockwise": True}], ids=str)

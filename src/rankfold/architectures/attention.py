@@ -61,6 +61,11 @@ class AttentionView:
         return 2 * self.kv_heads * self.head_dim if found is None else found
 
     @property
+    def reads_others(self) -> bool:
+        """Whether it has no keys and values, and reads those of an earlier block."""
+        return isinstance(self.spec.cached, str) and self.cached == 0
+
+    @property
     def qkv_modules(self) -> tuple[nn.Module, ...]:
         return tuple(self.module.get_submodule(name) for name in self.spec.qkv)
 

@@ -83,11 +83,7 @@ class Stream:
     tokens: int = 0  # of all shards, in all processes
     is_shared: bool = False  # whether other processes have further shards
     offload: Offload | None = None  # where the states are kept; None: on the device
-
-    @property
-    def hands_on(self) -> bool:
-        """Whether blocks hand states on to later ones beside the stream: in some families keys and values."""
-        return any(_held(call) for call in self.calls[0]) if self.calls else False
+    hands_on: bool = False  # whether blocks hand states on to later ones beside it: in some families keys and values
 
     def check_apart(self, name: str) -> None:
         """Raise :class:`UnsupportedModelError` where a block of the model of this name needs those before it."""
@@ -248,7 +244,14 @@ def start(
                 stream.calls.append(calls)
             ends.append(len(stream.hidden))
     _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)], counts)
+    stream.hands_on = any(_held(call) for calls in stream.calls[:1] for call in calls) and _reads_others(source)
     return stream
+
+
+def _reads_others(source) -> bool:
+    """Whether any block reads keys and values of another; yes where the spec does not say."""
+    told = isinstance(source.architecture.attention.cached, str)
+    return not told or any(view.attention.reads_others for view in source.meta_blocks())
 
 
 def _number_tokens(stream: Stream, parts: list[range], counts: list[int]) -> None:

@@ -254,7 +254,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
     if source.architecture.handed:
-        kept = 2 * max(view.attention.cached for view in views)  # of two kinds of layers, for those that read them
+        # Of two kinds of layers, for those that read them.
+        kept = 2 * max(view.attention.cached for view in views) if any(v.attention.reads_others for v in views) else 0
         each = getattr(source.config, source.architecture.handed) * len(source) + kept
         stream += (tokens + held_out + probes) * each * item
     of_gradients = 8 * max(numbers(view, method.gradients(view)) for view in views)
