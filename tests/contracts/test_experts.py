@@ -61,6 +61,13 @@ CONFIGS = {
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "lfm2_moe": lambda: t.Lfm2MoeConfig(**_qwen(), num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
+    "gemma4_text": lambda: t.Gemma4TextConfig(
+        **GQA,
+        **{"enable_moe_block": True, "num_experts": E, "top_k_experts": TOP, "moe_intermediate_size": F},
+        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 8},
+        **{"hidden_size_per_layer_input": 0, "hidden_activation": "silu", **IDS},
+    ),
     "jamba": lambda: t.JambaConfig(
         **NARROW,
         **{"num_experts": E, "num_experts_per_tok": TOP, "attn_layer_period": 3, "attn_layer_offset": 1},
@@ -73,13 +80,14 @@ CONFIGS = {
         layers_block_type=["moe", "full_attention", "moe"],
     ),
 }
-ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next"}
+ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "gemma4_text"}
 OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),
     "granitemoehybrid": "shared_mlp",
     "nemotron_h": "mixer.shared_experts",
+    "gemma4_text": "mlp",
 }
 PLAIN = {
     ("qwen2_moe", 1),
@@ -101,6 +109,8 @@ def model_of(family: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.1 if name.endswith("bias") else 0.25)
+        elif name.endswith("per_expert_scale"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
     return model.eval()
 
 
@@ -129,8 +139,8 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def experts_of(model: nn.Module, index: int) -> nn.Module | None:
     block = model.model.layers[index]
     names = ("block_sparse_moe", "feed_forward", "mlp", "mixer")
-    owner = next(part for name in names if (part := getattr(block, name, None)))
-    return getattr(owner, "experts", None)
+    owners = (getattr(block, name, None) for name in names)
+    return getattr(block, "experts", None) or getattr(next(filter(None, owners)), "experts", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from rankfold.methods.baselines.reap import kept_experts
 ROUTER = re.compile(
     r"(mlp|block_sparse_moe|feed_forward|mixer)\."
     r"((gate|router)\.(layer\.)?(weight|bias|e_score_correction_bias)|expert_bias)$"
+    r"|\d\.router\.(proj\.weight|per_expert_scale)$"
 )
 
 

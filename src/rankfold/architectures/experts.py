@@ -95,9 +95,9 @@ class ExpertsView:
         return tuple(range(2 * self.groups if self.groups > 1 else 1, self.count + 1, self.groups))
 
     def describe_fewer(self, count: int) -> dict:
-        """Describe the module around the experts with so many of them (:mod:`.rebuilding`)."""
+        """Describe each module that holds experts or their router with so many of them (:mod:`.rebuilding`)."""
         active = min(self.active, count // self.groups * self.active_groups)
-        return {"kind": FROM_CONFIG, "config": {self.spec.count: count, "num_experts_per_tok": active}}
+        return {"kind": FROM_CONFIG, "config": {self.spec.count: count, self.spec.active: active}}
 
     def describe(self, width: int) -> dict:
         """Description of the experts with so many hidden units."""
@@ -121,4 +121,4 @@ def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsVie
     if experts is None:
         return None
     groups = [getattr(config, name) for name in spec.groups or ()]
-    return ExpertsView(spec, experts, config.num_experts_per_tok, *groups)
+    return ExpertsView(spec, experts, getattr(config, spec.active), *groups)

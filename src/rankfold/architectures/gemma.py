@@ -1,12 +1,12 @@
 """Gemma: Llama's block, and lost without its start token. Gemma 2 and 3: norms before and after each half of a block,
-sliding windows, soft caps, q/k-norm (3). Gemma 4: a norm of values, keys and values that later blocks read, too, and an
-embedding of its own for every block."""
+sliding windows, soft caps, q/k-norm (3). Gemma 4: a norm of values, keys and values that later blocks read, too, an
+embedding of its own for every block, and experts beside the MLP, with norms of their own."""
 
 from dataclasses import replace
 
 from .._utils.present import present
 from .llama import LLAMA
-from .spec import NormsSpec, left_dense
+from .spec import ExpertsSpec, NormsSpec, left_dense
 
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -33,9 +33,16 @@ GEMMA4 = replace(
         cached="k_proj",
     ),
     mlp=replace(present(GEMMA2.mlp), width=None),  # twice as wide in blocks that read those of others
+    experts=ExpertsSpec(
+        path="experts",
+        router="router",
+        shared=GEMMA2.mlp,
+        count="num_experts",
+        active="top_k_experts",
+        norms_behind=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    ),
     norms=None,
     handed="hidden_size_per_layer_input",
-    unless=(("enable_moe_block", "its experts work next to the MLP, with norms of their own"),),
 )
 
 ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3, GEMMA4)

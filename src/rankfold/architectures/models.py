@@ -113,4 +113,5 @@ MODELS = (
     _sees("Qwen3.5", "qwen3_5", "qwen3_5_text", "qwen3_5_vision", projector=True),
     _sees("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision", projector=True),
     _sees("Gemma 3", "gemma3", "gemma3_text", "siglip_vision_model"),
+    NamedModel("Gemma 4", "gemma4", "images and text", {"language": "gemma4_text"}),
 )

@@ -61,6 +61,8 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
     if found is None:
         return derive(model)
     check_config(found, text)
+    if found.experts and not getattr(text, found.experts.count, None):
+        found = replace(found, experts=None)
     if text is model.config:
         return found
     return replace(found, blocks=f"{_tower(model, text)}.{found.blocks.partition('.')[2]}")

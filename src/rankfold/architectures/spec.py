@@ -162,14 +162,21 @@ class ExpertsSpec:
     shared: MLPSpec | None = None  # the MLP that every token goes through beside its experts
     # Field of the config for the hidden units of an expert; None: the class makes other widths of it too.
     width: str | None = "moe_intermediate_size"
-    count: str = "num_local_experts"  # field of the config for the experts of a block
+    # Fields of the config for the experts of a block, empty where a model of the family has none, and for those that a
+    # token is sent to.
+    count: str = "num_local_experts"
+    active: str = "num_experts_per_tok"
     # Fields for the groups that the router chooses first, and how many of these; None: it chooses among all experts.
     groups: tuple[str, str] | None = None
+    router: str | None = None  # where it stands beside the experts in the block; None: one module holds both
+    # The RMS norms that the outputs of the MLP beside them and of all experts together go through before they are added
+    # to each other; None: no such norms.
+    norms_behind: tuple[str, str] | None = None
 
     @property
-    def owner(self) -> str:
-        """Return the path of the module that holds the experts and their router."""
-        return self.path.rpartition(".")[0]
+    def owners(self) -> tuple[str, ...]:
+        """Return the paths of the modules that hold the experts and their router."""
+        return (self.router, self.path) if self.router else (self.path.rpartition(".")[0],)
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,9 @@ class BlockView:
         return read_experts(spec, self.module, self.config) if spec else None
 
     @property
-    def experts_owner(self) -> nn.Module:
-        """Return what holds the experts and their router."""
-        return self.module.get_submodule(self.experts.spec.owner)
+    def experts_owners(self) -> dict[str, nn.Module]:
+        """Return what holds the experts and their router, by path."""
+        return {path: self.module.get_submodule(path) for path in self.experts.spec.owners}
 
     @property
     def mlp(self) -> MLPView | Any:
@@ -162,10 +162,18 @@ class BlockView:
         """What the output of one of its output projections goes through before it is added; ``None``: nothing, or the
         projection has a bias, which would be divided too, and could not take a mean then."""
         names, layers = self.architecture.norms_behind, self.layers
+        if names and self.experts and self.experts.spec.norms_behind:
+            names = (names[0], self.experts.spec.norms_behind[0])
         for name, place in zip(names or (), ("o", "down"), strict=False):
             if layers.get(place) is layer and getattr(layer, "bias", None) is None:
                 return read_norm(self.module.get_submodule(name), offset=0.0, centres=False)
         return None
+
+    @property
+    def norm_behind_experts(self) -> Norm | None:
+        """What the sum of the outputs of experts goes through before it is added; ``None``: nothing."""
+        names = self.experts.spec.norms_behind
+        return read_norm(self.module.get_submodule(names[1]), offset=0.0, centres=False) if names else None
 
     @property
     def adds(self) -> bool:

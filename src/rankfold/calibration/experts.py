@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures import ExpertsView
+from ..architectures import ExpertsView, Norm
 from .moments import BlockMoments, Moment, VectorMoment
-from .observers import Observer
+from .observers import Observer, rms
 
 INPUT, ROUTING = "experts_input", "experts_routing"
 STATISTICS = {INPUT, ROUTING}
@@ -25,17 +25,17 @@ ROWS = 4096  # tokens whose activations exist at a time
 
 
 class _Caught(Observer):
-    """What the experts of a block are called with."""
+    """What the experts of a block are called with, and what they send."""
 
     def __init__(self, experts: ExpertsView):
         self.experts, self.rows = experts, list[Tensor]()
         self.caught: tuple[Tensor, ...] = ()
 
     def hooks(self):
-        return [self.experts.module.register_forward_pre_hook(self._catch)]
+        return [self.experts.module.register_forward_hook(self._catch)]
 
-    def _catch(self, _, args) -> None:
-        self.caught = args
+    def _catch(self, _, args, output) -> None:
+        self.caught = (*args, output)
 
     def finish(self) -> Moment:
         rows = torch.cat(self.rows)
@@ -51,12 +51,21 @@ class ExpertInputs(_Caught):
 
 
 class RouterWeights(_Caught):
-    """``(n, E)`` what each token's output of each expert is multiplied with; 0 where it is not sent there."""
+    """``(n, E)`` what each token's output of each expert is multiplied with; 0 where it is not sent there.
+
+    Args:
+        norm: that the sum of all these goes through; they are then divided by its RMS.
+    """
+
+    def __init__(self, experts: ExpertsView, norm: Norm | None = None):
+        super().__init__(experts)
+        self.norm = norm
 
     def after(self, batch) -> None:
-        (_, chosen, weights), self.caught = self.caught, ()
-        spread = weights.new_zeros(len(chosen), self.experts.count, dtype=torch.float32)
-        self.rows.append(spread.scatter_(1, chosen, weights.float()))
+        (_, chosen, weights, sent), self.caught = self.caught, ()
+        weights = weights.float() if self.norm is None else weights.float() / rms(sent, self.norm)
+        spread = weights.new_zeros(len(chosen), self.experts.count)
+        self.rows.append(spread.scatter_(1, chosen, weights))
 
 
 class ExpertMoment(NamedTuple):

@@ -99,8 +99,12 @@ class InputObserver(Observer):
 
 def rms_behind(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """``(..., 1)`` what a norm behind a layer divides by, for every row of ``x`` ``(..., N)``."""
-    out = nn.functional.linear(x.detach(), read_linear(layer).weight.to(x.dtype))
-    return (out.float().square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return rms(nn.functional.linear(x.detach(), read_linear(layer).weight.to(x.dtype)), norm)
+
+
+def rms(x: Tensor, norm: Norm) -> Tensor:
+    """``(..., 1)`` what a norm divides ``x`` ``(..., D)`` by."""
+    return (x.float().square().mean(-1, keepdim=True) + norm.eps).sqrt()
 
 
 class EnergyObserver(Observer):

@@ -52,6 +52,9 @@ class Scene:
 
         return HeadObserver(self.projections, look)
 
+    def routing(self) -> Observer:
+        return RouterWeights(self.view.experts, self.view.norm_behind_experts if self.norms_behind else None)
+
     def samples(self) -> Observer:
         mlp = self.view.mlp
         rows = SAMPLE_ROWS * mlp.hidden
@@ -115,7 +118,7 @@ STATISTICS: dict[str, Statistic] = {
     ),
     # The tokens that experts receive, and what the output of each expert is multiplied with, of every token.
     INPUT: Statistic(lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
-    ROUTING: Statistic(lambda s: RouterWeights(s.view.experts), "end", part="experts"),
+    ROUTING: Statistic(Scene.routing, "end", part="experts"),
     # Per head: rotated queries; rotated keys, and these minus their mean over the window; values.
     "query": Statistic(lambda s: s.head("query"), part="heads"),
     "key": Statistic(lambda s: s.head("key"), part="heads"),
@@ -134,7 +137,8 @@ STATISTICS: dict[str, Statistic] = {
     # covariances within windows.
     "absolute": Statistic(None),
     "windows": Statistic(None),
-    # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them.
+    # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them;
+    # and likewise what outputs of experts are multiplied with.
     "norms_behind": Statistic(None, sequential=True),
     # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the
     # other.

@@ -98,6 +98,8 @@ def _mlp(architecture: "Architecture") -> str:
     experts = architecture.experts
     if experts is None:
         return "units" if architecture.mlp else "dense"
+    if architecture.mlp and experts.shared and architecture.mlp.down == experts.shared.down:
+        return "units, and of experts where it has them"
     return "units of experts" + (" and of the shared one" if experts.shared else "")
 
 

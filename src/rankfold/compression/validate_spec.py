@@ -206,7 +206,7 @@ def _mlp_sends(view: BlockView, look: _Look) -> list[Tensor]:
     """Return what the MLP of a block sends, or its experts with what is beside them; nothing where none is taken."""
     if view.experts is None:
         return [look.outputs[view.mlp.spec.down]] if view.mlp else []
-    owner = view.experts.spec.owner
+    (owner,) = view.experts.spec.owners
     beside = [view.mlp.spec.down] if view.mlp and not view.mlp.spec.down.startswith(f"{owner}.") else []
     return [reduce(torch.add, (look.outputs[name] for name in (owner, *beside)))]
 

@@ -77,7 +77,7 @@ class REAP(Method):
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         if view.experts is None or EXPERT_COUNT not in ranks:
             return 0, 0
-        parameters = {name for name, _ in view.experts_owner.named_parameters()}
+        parameters = {name for name, _ in view.module.named_parameters()}
         sizes = {name: tensor.numel() // view.experts.count for name, (tensor, _) in _of_experts(view).items()}
         whole = sum(size for name, size in sizes.items() if name in parameters)
         chosen_by = sum(sizes.values()) - whole  # written in fp32
@@ -160,20 +160,22 @@ def lost(found: Saliency, keep: Tensor) -> float:
 
 def _of_experts(view: BlockView) -> dict[str, tuple[Tensor, int]]:
     """Return the tensors beside and in the experts that have a place for each, and along which dimension, by name."""
-    owner = view.experts_owner
-    with torch.device("meta"):
-        fewer = from_config(view.experts.describe_fewer(view.experts.count - 1), owner, view.config).state_dict()
-    return {
-        name: (tensor, next(dim for dim, size in enumerate(tensor.shape) if size != fewer[name].shape[dim]))
-        for name, tensor in owner.state_dict().items()
-        if tensor.shape != fewer[name].shape
-    }
+    found, spec = {}, view.experts.describe_fewer(view.experts.count - 1)
+    for path, owner in view.experts_owners.items():
+        with torch.device("meta"):
+            fewer = from_config(spec, owner, view.config).state_dict()
+        for name, tensor in owner.state_dict().items():
+            if tensor.shape != (less := fewer[name].shape):
+                dim = next(dim for dim, size in enumerate(tensor.shape) if size != less[dim])
+                found[f"{path}.{name}"] = (tensor, dim)
+    return found
 
 
 def _put(view: BlockView, keep: Tensor, result: BlockResult) -> None:
     """Replace what holds the experts and their router by the same with fewer."""
-    path, places = view.experts.spec.owner, _of_experts(view)
-    result.modules[path] = view.experts.describe_fewer(len(keep))
-    for name, tensor in view.experts_owner.state_dict().items():
-        kept = tensor.index_select(places[name][1], keep.to(tensor.device)) if name in places else tensor
-        result.state[f"{path}.{name}"] = kept
+    places = _of_experts(view)
+    for path, owner in view.experts_owners.items():
+        result.modules[path] = view.experts.describe_fewer(len(keep))
+        for name, tensor in owner.state_dict(prefix=f"{path}.").items():
+            kept = tensor.index_select(places[name][1], keep.to(tensor.device)) if name in places else tensor
+            result.state[name] = kept

@@ -91,7 +91,7 @@ class Rankfold(MoDeGPT):
             pieces.append(CompressionStep(needed, partial(decompose_mlp, self, ranks={"mlp": ranks["mlp"]})))
         if "experts" in ranks:
             mine = partial(decompose_mlp, self, ranks={"experts": ranks["experts"]}, each=dealt)
-            pieces.append(CompressionStep(EXPERT_STATISTICS, mine, shared=("experts",)))
+            pieces.append(CompressionStep(norms | EXPERT_STATISTICS, mine, shared=("experts",)))
         if pieces:
             needed = set().union(*(piece.statistics for piece in pieces))
             found.append(CompressionStep(needed, partial(decompose_mlp, self, ranks=ranks), tuple(pieces)))
