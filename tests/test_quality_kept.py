@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 
@@ -140,7 +141,14 @@ def test_what_no_sparsity_keeps_is_said(source, tmp_path):
             OptionError,
             "so sparsities of single modules would have no effect",
         ),
-        ({"target_size": "60kB", "method": "wanda"}, OptionError, "wanda"),
+        *[
+            (
+                {"target_size": "60kB", "method": method},
+                OptionError,
+                rf"target_size chooses ranks by bytes, and method {re.escape(method)} does not; give sparsity",
+            )
+            for method in ("basis-sharing", "slicegpt+modegpt", "wanda")
+        ],
     ],
 )
 def test_what_does_not_go_together_is_one_line(options, kind, message):

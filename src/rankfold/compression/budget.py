@@ -86,11 +86,16 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
 
     Raises:
         OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities
-            of its own.
+            of its own, or does not count bytes.
     """
     if target_size is None:
         return method
     size = parse_size(target_size)
+    if Bytes not in method.budgets:
+        raise OptionError(
+            f"{option('target_size')} chooses ranks by bytes, and method {method.name} does not; give "
+            f"{option('sparsity')} in its place, or take another method"
+        )
     if method.budget not in (Parameters(), Bytes()) or method.own_sparsities:
         other = f"budget {method.budget}" if method.budget != Parameters() else "sparsities of single modules"
         raise OptionError(
