@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image
+from transformers import GenerationConfig
 
 from rankfold.errors import DataError, OptionError
 from rankfold.evaluation import evaluate as evaluation
@@ -50,7 +51,7 @@ def test_an_answer_is_read_as_by_llavas_script(text, index):
 class Brightness(torch.nn.Module):
     """Answers A to a dark picture, B to a bright one, and C to none."""
 
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype, generation_config = torch.device("cpu"), torch.float32, GenerationConfig()
 
     def __init__(self, tokenizer, config):
         super().__init__()

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from rankfold.checkpoint.load import load_model, load_tokenizer
 from rankfold.data.probes import passages_of
 from rankfold.errors import DataError, OptionError
 from rankfold.evaluation import writing
 from rankfold.evaluation.evaluate import evaluate
+from rankfold.evaluation.generation import generate_ids
 from rankfold.evaluation.writing import (
     Prompt,
     Writing,
@@ -86,6 +88,17 @@ def test_prompts_of_several_lengths_are_written_as_one_by_one(tiny):
         assert writing.written(*tiny, prompts[:1], 12, 2, "trying") == [found[0][: found[0].index(ended)]]
     finally:
         tiny[0].generation_config.eos_token_id = before
+
+
+def test_a_penalty_in_the_settings_hides_no_repetition(tiny, monkeypatch):
+    network, _ = tiny
+    expected = greedy(network, [5, 6, 7], 12)
+    own = GenerationConfig.from_dict(network.generation_config.to_dict() | {"repetition_penalty": 5.0})
+    monkeypatch.setattr(network, "generation_config", own)
+    ids = torch.tensor([[5, 6, 7]])
+    assert generate_ids(*tiny, ids, max_new_tokens=12).tolist() != [expected]  # it changes what users get
+    assert writing.written(*tiny, [[5, 6, 7]], 12, 1, "trying") == [expected]
+    assert network.generation_config is own
 
 
 def test_an_answer_counts_where_the_model_writes_it(tiny, monkeypatch):

@@ -1,11 +1,13 @@
 """Text a model writes."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
@@ -94,6 +96,21 @@ def generate_ids(
                 "generation_config.json, or correct config.json"
             ) from error
     return written[:, ids.shape[1] :].cpu()
+
+
+@contextlib.contextmanager
+def ends_alone(model) -> Iterator[None]:
+    """Leave of the settings beside the weights only the tokens that begin and end a text.
+
+    What is measured is the likeliest text: a penalty for repeating, which many instruct models come with, would hide
+    how much a model repeats, and change its exact answers.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def text_after(tokenizer, ids: Tensor, written: Tensor) -> str:

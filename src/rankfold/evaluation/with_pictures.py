@@ -18,7 +18,7 @@ from ..data.image_text import Row, inputs_of
 from ..data.images import encoded_images, image_paths
 from ..data.text import json_rows
 from ..errors import CheckpointError, DataError, option
-from .generation import generate_ids, text_after
+from .generation import ends_alone, generate_ids, text_after
 from .science_qa import LETTERS, SCIENCE_QA, by_column, choice_of, mean_and_error, prompt_of
 
 WRITTEN = 16  # tokens: a letter, or `The answer is B.`; LLaVA's script waits for up to 1,024
@@ -111,7 +111,8 @@ def _answers(network, tokenizer, some: list[Asked]) -> list[str]:
     ids = inputs.pop("input_ids")  # (B, n)
     inputs.pop("attention_mask", None)
     inputs = {name: value.to(network.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    written = generate_ids(network, tokenizer, ids, max_new_tokens=WRITTEN, others=inputs)  # (B, m)
+    with ends_alone(network):
+        written = generate_ids(network, tokenizer, ids, max_new_tokens=WRITTEN, others=inputs)  # (B, m)
     return [text_after(tokenizer, *pair) for pair in zip(ids.cpu(), written, strict=True)]
 
 

@@ -22,7 +22,7 @@ from ..data.probes import passages_of
 from ..data.text import decode
 from ..data.tokens import tokenised
 from ..errors import DataError, OptionError, option
-from .generation import generate_ids
+from .generation import ends_alone, generate_ids
 from .local_tasks import local_rows
 
 WRITTEN, BEGINNING = 64, 32  # tokens of free text, and of the passage it goes on from
@@ -223,7 +223,8 @@ def written(network, tokenizer, prompts: list[list[int]], steps: int, batch_size
     found: dict[int, list[int]] = {}
     for batch in track(batches, f"generating: {kind}"):
         ids = torch.tensor([prompts[index] for index in batch])
-        out = generate_ids(network, tokenizer, ids, max_new_tokens=steps)
+        with ends_alone(network):
+            out = generate_ids(network, tokenizer, ids, max_new_tokens=steps)
         for index, row in zip(batch, out.tolist(), strict=True):
             found[index] = _before_end(row, network.generation_config.eos_token_id)
     return [found[index] for index in range(len(prompts))]
