@@ -80,10 +80,11 @@ def test_a_backward_pass_takes_its_windows(plain_rates, monkeypatch):
     assert found == pytest.approx(4 * 32 * ((backward.PASSES + sums) * BLOCKS + duration.HEAD_PASSES * 0.5))
 
 
-def test_a_search_for_blocks_predicts_the_text_without_each(plain_rates):
-    source, plan, calibration = planned(make_method("sleb", sparsity=0.3))
+@pytest.mark.parametrize(("sparsity", "left"), [(0.3, [BLOCKS]), (0.6, [BLOCKS, BLOCKS - 1])])
+def test_a_search_for_blocks_predicts_the_text_without_each(plain_rates, sparsity, left):
+    source, plan, calibration = planned(make_method("sleb", sparsity=sparsity))
     found = estimated_seconds(plan, source, calibration, "sequential")["search"]
-    assert found == TOKENS * (BLOCKS**2 / 2 + BLOCKS * 0.5)
+    assert found == TOKENS * sum(blocks**2 / 2 + blocks * 0.5 for blocks in left)
 
 
 @pytest.mark.parametrize(
