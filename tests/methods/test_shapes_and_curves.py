@@ -70,6 +70,18 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
         assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module
 
 
+@pytest.mark.parametrize("selection", ["obs", "leverage"])
+def test_a_curve_says_the_error_that_experts_then_have(selection):
+    source, method = opened("mixtral"), MoDeGPT(modules=["experts"], selection=selection)
+    view = source.block(1)
+    (unit,) = [unit for unit in rank_options(source, method).units if (unit.block, unit.module) == (1, "experts")]
+    moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
+    least = unit.ranks[len(unit.ranks) // 2]
+    curve, _ = method.curve(view, moments, unit, least)
+    report = method.stages(view, {"experts": least})[0].decompose(view, moments, lambda: None).reports["experts"]
+    assert curve[least] == pytest.approx(report["relative_error"] ** 2, rel=0.02)
+
+
 @pytest.mark.parametrize("method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)])
 def test_all_ranks_of_values_are_of_one_decomposition(method, monkeypatch):
     source, calls, svd = opened("llama"), [], torch.linalg.svd
