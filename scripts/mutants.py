@@ -46,7 +46,7 @@ HELD_OUT, ENCODERS = "tests/compression/test_held_out.py", f"{CONTRACTS}encoders
 DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "output_weighting", "whole_modules"))
 EXPERTS, OF_EXPERTS = f"{CONTRACTS}experts.py", "mixtral or gpt_oss or tokens or kept_of_a_block"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
-NO_PAGE = "not test_added"
+NO_PAGE = "not test_added"  # it reads a page of docs, which copies have not
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
     "allocation/by_cost.py": (
@@ -139,7 +139,7 @@ DEFINITIONS = {
     "mutants": "how many mutmut makes of the file that change more than the text of an error or `strict` of a zip",
     "tried": "how many of them were run: a sample drawn with a fixed seed",
     "killed": "a test failed",
-    "timed out": "the tests took ten times as long as they should: an endless loop",
+    "timed out": f"the tests took {MULTIPLIER} times as long as they should: an endless loop",
     "survived": "all tests passed, or no test reaches the function",
     "score": "(killed + timed out) / tried",
 }

@@ -97,10 +97,15 @@ class BlockView:
         return {path: self.module.get_submodule(path) for path in self.experts.spec.owners}
 
     @property
+    def mlp_spec(self) -> MLPSpec | None:
+        """Where a block of its kind keeps the MLP that all tokens go through; ``None``: it has none."""
+        experts = self.experts
+        return experts.spec.shared if experts else self.architecture.mlp
+
+    @property
     def mlp(self) -> MLPView | Any:
         """Beside experts the one that all tokens go through; ``None`` where there is none."""
-        experts = self.experts
-        spec = experts.spec.shared if experts else self.architecture.mlp
+        spec = self.mlp_spec
         return MLPView(spec, self.module) if spec and part_at(self.module, spec.down) is not None else None
 
     @property

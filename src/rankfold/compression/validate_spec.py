@@ -143,9 +143,8 @@ def _close(source: DenseModel) -> float:
 
 def _check_mlp(view: BlockView, source: DenseModel) -> None:
     """Refuse a block that has its MLP elsewhere than others: it would stay dense without a word."""
-    spec = view.experts.spec.shared if view.experts else view.architecture.mlp
-    if spec and view.mlp is None:
-        _refuse(source, f"block {view.index} has no {spec.down}, as others have")
+    if view.mlp_spec and view.mlp is None:
+        _refuse(source, f"block {view.index} has no {view.mlp_spec.down}, as others have")
 
 
 class _Look(NamedTuple):
