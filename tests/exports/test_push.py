@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 import rankfold
 from rankfold.exports import push as package
@@ -136,6 +136,16 @@ def test_what_the_hub_refuses_is_told_by_its_kind(small, hub):
     said = "403 Client Error.\n\nMore of it"
     hub.error = RepositoryNotFoundError(said, response=SimpleNamespace(headers={}, request=None))
     with pytest.raises(rankfold.RankfoldError, match=r"cannot upload to 'me/small' \(there is no such repository, or"):
+        rankfold.push(small, "me/small")
+
+
+@pytest.mark.parametrize(
+    ("status", "told"), [(401, "there is no token, or it does not allow this"), (500, "Client error")]
+)
+def test_a_token_that_is_missing_or_may_not_write_is_told(small, hub, status, told):
+    said = f"Client error '{status}' for url 'https://huggingface.co/api/repos/create'"
+    hub.error = HfHubHTTPError(said, response=SimpleNamespace(headers={}, request=None, status_code=status))
+    with pytest.raises(rankfold.RankfoldError, match=rf"^cannot upload to 'me/small' \({told}"):
         rankfold.push(small, "me/small")
 
 

@@ -26,7 +26,7 @@ def reporting(kind: type[RankfoldError], what: str, advice: str = "") -> Generat
 @contextlib.contextmanager
 def asking_hub(repository: str, what: str, advice: str) -> Generator[None]:
     """As :func:`reporting`, of a repository of the hub: a refusal begins with a number, so its type is told."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     with reporting(CheckpointError, what, advice):
         try:
@@ -41,4 +41,10 @@ def asking_hub(repository: str, what: str, advice: str) -> Generator[None]:
         except RevisionNotFoundError as error:
             raise CheckpointError(
                 f"{what} (it has no such revision); give a branch, a tag or a commit of it, or leave it out"
+            ) from error
+        except HfHubHTTPError as error:
+            if error.response.status_code not in (401, 403):
+                raise
+            raise CheckpointError(
+                f"{what} (there is no token, or it does not allow this); {LOG_IN}, with a token that may"
             ) from error
