@@ -90,7 +90,13 @@ def test_a_context_shorter_than_a_passage_cuts_it(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
     source = rankfold.open_model(folder, device="cpu")
-    assert load_probes(source).ids.shape[1] == 16
+    found = load_probes(source)
+    assert found.ids.shape[1] == 16
+    passages = [passage for kind in KINDS for passage in passages_of(kind)]
+    for row, kind, passage in zip(found.ids, found.kinds, passages, strict=True):
+        shown = source.tokenizer.decode(row).strip().rstrip("\ufffd")  # half a character
+        assert kind == "dialogue" or passage.startswith(shown)
+        assert kind != "dialogue" or passage[-1]["content"].endswith(shown)  # the end of a dialogue
 
 
 def test_dialogues_are_in_the_models_own_format_on_every_day(source):

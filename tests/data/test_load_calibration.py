@@ -363,6 +363,10 @@ def test_descriptions_of_earlier_versions_are_read():
         "max_length": 9,
         "kind": "image-text examples",
     }
+    compared = {"measures": {"texts": [{"field": "body", "name": "a"}, 3], "kind": "x"}}
+    assert upgrade_calibration(compared) == {
+        "measures": {"texts": [{"text_column": "body", "name": "a"}, 3], "kind": "x"}
+    }
     for damaged in (None, [], {"calibration": 3}, {"calibration": {"texts": 3}}, {"calibration": {"texts": [3]}}):
         assert upgrade_calibration(damaged) == damaged
 
@@ -399,6 +403,12 @@ def test_rows_and_strings_of_other_libraries_are_texts(model):
         np.array(texts, dtype=object),
     ):
         assert load(data, model).ids.equal(expected.ids), type(data)
+
+
+def test_a_word_as_long_as_the_name_of_a_file_may_be_one(model):
+    with pytest.raises(DataError, match="no text at 'x{255}'"):
+        load(["x" * 255], model)
+    assert len(load(["x" * 256] * 8, model).ids)
 
 
 @pytest.mark.parametrize("text", ["word " * 100, "two\nlines"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 
 import numpy as np
 import pyarrow as pa
@@ -100,8 +101,10 @@ def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
         rankfold.load_calibration(tmp_path / "none.jsonl", source, tokenizer=processor)
 
 
-def test_too_few_images_are_shared_out(folder, processor):
-    found = rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=64, tokenizer=processor)
+def test_too_few_images_are_shared_out(folder, processor, caplog):
+    with caplog.at_level(logging.INFO):
+        found = rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=64, tokenizer=processor)
+    assert "has 20 images, not 72" in caplog.text
     assert (len(found.ids), len(found.held_out)) == (18, 2) and found.describe()["num_samples_wanted"] == 64
 
 

@@ -128,6 +128,12 @@ def test_the_standard_library_is_source_code_without_tests():
         assert (Path(module.__file__).read_text(encoding="utf-8") in text.documents) is is_in, module
 
 
+def test_a_module_that_is_not_utf8_is_read_with_marks_for_what_is_not(tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_bytes(b"# caf\xe9 \xc3\xa9\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert read_text("python-source").documents == ("# caf\ufffd \xe9\n",)
+
+
 def test_a_mixture_is_no_single_text():
     with pytest.raises(DataError, match="'mixture' is several texts .* name one of alpaca, c4, languages"):
         read_text("mixture")

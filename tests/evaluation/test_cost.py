@@ -12,6 +12,7 @@ from rankfold.evaluation import cost as module
 from rankfold.evaluation import speed as timing
 from rankfold.evaluation.cost import Cost, bytes_on_disk, peak_memory
 from rankfold.evaluation.speed import speed
+from rankfold.report.record import environment
 from saved import save_gguf, save_tiny
 
 
@@ -117,3 +118,27 @@ def test_a_mixture_of_experts_says_that_it_is_not_counted():
         found = facts("m", model, 8)
     assert found["macs_per_token"] is None and "routes tokens" in found["not_counted"]
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_every_batch_size_is_measured_with_its_own_prompts(monkeypatch):
+    models, given = {"dense": tiny_model("llama"), "small": tiny_model("llama-mha-tied")}, []
+
+    def run(model, ids, steps):
+        given.append(ids)
+        return 1.0, 1.0
+
+    monkeypatch.setattr(timing, "run", run)
+    monkeypatch.setattr(module, "bytes_on_disk", len)
+    monkeypatch.setattr(module, "peak_memory", lambda model, ids, steps: (id(model), len(ids), steps))
+    found = Cost("dense", (1, 3), repeats=2).measure(models)
+    assert [batch["batch"] for batch in found["batches"]] == [1, 3]
+    assert [len(ids) for ids in given] == [1] * 6 + [3] * 6  # two models, two rounds and the one before them
+    prompt, steps = given[0].shape[1], found["batches"][0]["steps"]
+    assert prompt + steps <= models["dense"].config.max_position_embeddings
+    for batch in found["batches"]:
+        peaks = {name: facts["peak_memory_bytes"] for name, facts in batch["models"].items()}
+        assert peaks == {name: (id(model), batch["batch"], steps) for name, model in models.items()}
+        assert batch["models"]["small"]["prefill_ratio"] == 1.0
+    assert {name: facts["bytes_on_disk"] for name, facts in found["models"].items()} == {"dense": 5, "small": 5}
+    assert found["models"]["small"]["parameters"] == sum(p.numel() for p in models["small"].parameters())
+    assert found["memory_definition"] == module.MEMORY and found["environment"] == environment(torch.device("cpu"))

@@ -127,6 +127,8 @@ def test_a_model_that_takes_pictures_is_asked_with_them(tmp_path, monkeypatch):
     result = evaluate(tmp_path / "model", questions=Questions(["scienceqa"], str(tmp_path)), device="cpu")
     found = result["tasks"]["scienceqa"]
     assert found["columns"]["IMG"]["samples"] == 2 and 0.0 <= found["answered"] <= 1.0
+    few = evaluate(tmp_path / "model", questions=Questions(["scienceqa"], str(tmp_path), limit=1), device="cpu")
+    assert few["tasks"]["scienceqa"]["columns"]["IMG"]["samples"] == 1
     monkeypatch.setattr(evaluation, "load_processor", lambda model: processor)
     write(tmp_path, rows).with_name("scienceqa_train.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(OptionError, match="is asked scienceqa without examples; leave out num_fewshot"):

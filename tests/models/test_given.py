@@ -216,6 +216,9 @@ def test_too_few_tokens_are_said(caplog):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     rankfold.compress(source, method=METHOD, calibration=CalibrationData(some_ids(1, 2), "n", "o", 0))
     assert "2 calibration tokens are too few: the widest moment has 48 dimensions" in caplog.text
+    caplog.clear()
+    rankfold.compress(source, method=METHOD, calibration=CalibrationData(some_ids(6, 8), "n", "o", 0))
+    assert "too few" not in caplog.text
 
 
 def test_every_weight_and_the_config_are_in_the_fingerprint():

@@ -70,12 +70,12 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
         DataError: an item cannot be used (named).
     """
     given = _given(data, options.seed)
-    first = given.first
     takes_images = model.part.takes_images
-    if hasattr(first, "convert"):  # an image of Pillow
-        given, first = _wrapped(given, "image"), {"image": first}
-    elif is_chat(first):
-        given, first = _wrapped(given, CHATS[0]), {CHATS[0]: first}
+    if hasattr(given.first, "convert"):  # an image of Pillow
+        given = _wrapped(given, "image")
+    elif is_chat(given.first):
+        given = _wrapped(given, CHATS[0])
+    first = given.first
     if _are_pixels(first):
         return _pixels(given, model, options)
     if isinstance(first, Mapping) and not is_batch(first) and (takes_images or _has_image(first, model)):
