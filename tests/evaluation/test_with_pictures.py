@@ -1,7 +1,9 @@
 """ScienceQA asked with its pictures: the prompt, how an answer is read, and that questions meet their own pictures."""
 
 import json
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from PIL import Image
@@ -114,6 +116,24 @@ def test_it_writes_what_the_stock_model_writes_to_one_question(family, tmp_path)
         text = processor.tokenizer.decode(expected, skip_special_tokens=True)
         [answer] = _answers(model, processor.tokenizer, [asked[i]])
         assert answer.strip() == text.strip() and len(expected) == WRITTEN
+
+
+def test_rows_of_the_hub_bring_their_pictures(tmp_path, monkeypatch):
+    rows, asked = [], []
+    for i, value in enumerate((10, 240, None)):
+        if value is not None:
+            Image.new("RGB", (28, 28), (value,) * 3).save(tmp_path / f"{i}.png")
+        image = None if value is None else str(tmp_path / f"{i}.png")
+        rows.append(BASE | {"question": f"{i}?", "choices": ["x", "y", "z"], "answer": i, "image": image})
+    write(tmp_path, rows)
+    inside = [row["image"] and {"bytes": Path(row["image"]).read_bytes(), "path": None} for row in rows]
+    held = datasets.Dataset.from_list([row | {"image": image} for row, image in zip(rows, inside, strict=True)])
+    held = held.cast_column("image", datasets.Image())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or held)
+    processor = FAMILIES["llava"].processor()
+    network = Brightness(processor.tokenizer, FAMILIES["llava"].config())
+    assert ask(network, processor, None) == ask(network, processor, tmp_path / "scienceqa.jsonl")
+    assert ask(network, processor, None)["acc"] == 1.0 and asked[0] == ("derek-thomas/ScienceQA", "test")
 
 
 def test_a_model_that_takes_pictures_is_asked_with_them(tmp_path, monkeypatch):

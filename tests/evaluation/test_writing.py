@@ -52,6 +52,8 @@ def test_prompts_ask_for_their_answers_and_stay_the_same():
         problem = asked.removesuffix(" =")
         assert str(eval(problem)) == prompt.answer and len(shown) == 4
         assert all(eval(line.replace("=", "==")) for line in shown)
+    numbers = [int(part) for prompt in arithmetic(200) for part in prompt.text.split("\n")[-1].split()[:3:2]]
+    assert min(numbers) == 2 and max(numbers) == 49 and len(set(numbers)) == 48
     for prompt in copying(20):
         asked = prompt.text.split("\n\n")[-1]
         assert asked == f"Text: {prompt.answer}\nCopy:" and prompt.text.count("Text: ") == 4

@@ -23,6 +23,7 @@ from rankfold.data.probes import Probes, load_probes
 from rankfold.errors import UnsupportedModelError
 from rankfold.recovery import training
 from rankfold.recovery import whole as module
+from rankfold.recovery.compressing import compress_and_recover
 from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
 from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
@@ -663,6 +664,21 @@ def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, m
     record = read_record(place / "both")
     assert record["method"] == "modegpt" and record["recovery"]["recovered"]
     assert "# both\n" in (place / "both" / "README.md").read_text()
+
+
+def test_what_is_compressed_on_moments_recovers_too(place, monkeypatch):
+    monkeypatch.setattr("rankfold.recovery.whole._fitting", lambda *args: (10, 10))
+    source = rankfold.open_model(place / "dense", device="cpu")
+    data = rankfold.load_calibration(place / "manual.txt", source, num_samples=16, max_length=64)
+    moments = rankfold.calibrate(source, data, place / "moments")
+    method = rankfold.make_method("modegpt", sparsity=0.65, rank_multiple=1)
+    texts = {str(place / "manual.txt"): 1.0}
+    compress_and_recover(
+        source, method, None, place / "of_moments", minutes=1 / 30, texts=texts, moments=moments, mode="one-pass"
+    )
+    record = read_record(place / "of_moments")
+    assert record["mode"] == "one-pass" and record["recovery"]["recovered"]
+    assert record["calibration"] == moments.identity["tokens"]
 
 
 @pytest.mark.parametrize(("given", "minutes"), [("90s", 1.5), ("15min", 15), ("1.5h", 90), ("2 min", 2)])
