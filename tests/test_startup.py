@@ -232,3 +232,33 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 130
     assert done.stderr == "rankfold: interrupted; an unfinished run continues when it is started again\n"
+
+
+@pytest.mark.parametrize("where", ["object.__del__", "weakref.finalize"])
+def test_an_interrupt_while_something_is_freed_is_not_lost(where):
+    """Python only prints what is raised there, and goes on."""
+    code = f"""
+import signal, sys, weakref
+import rankfold.cli.app
+from rankfold.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Freed:
+    def __del__(self):
+        if {where!r} == "object.__del__":
+            signal.raise_signal(signal.SIGINT)
+
+def free(*arguments, **options):
+    freed = Freed()
+    if {where!r} == "weakref.finalize":
+        weakref.finalize(freed, signal.raise_signal, signal.SIGINT)
+    del freed
+    print("went on")
+
+rankfold.cli.app.app = free
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "rankfold: interrupted; an unfinished run continues when it is started again\n"

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -24,6 +25,7 @@ def main() -> None:
     # Neither ignored, as under nohup, nor a caller's own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _end_if_interrupted
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
@@ -50,6 +52,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         inner = inner.f_back
     if inner is None:
         signal.default_int_handler(number, frame)
+    _end()
+
+
+def _end_if_interrupted(unraisable: "sys.UnraisableHookArgs") -> None:
+    """End where Python would drop the KeyboardInterrupt: in `__del__`, or in a callback of a weak reference or of C."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _end()
+    sys.__unraisablehook__(unraisable)
+
+
+def _end() -> NoReturn:
+    """Print that the run was interrupted, and end at once."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # the cursor, which a bar hides
     _refuse(INTERRUPTED)
