@@ -160,6 +160,14 @@ def test_a_killed_run_ends_in_the_same_weights(small, tmp_path, monkeypatch):
         assert file.read_bytes() == (tmp_path / "again-out" / file.name).read_bytes(), file.name
 
 
+def test_a_damaged_block_of_an_unfinished_run_is_one_line(small, tmp_path):
+    blockwise(small, tiny_model("llama"), tmp_path / "work").train()
+    path = min((tmp_path / "work").glob("model-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(rankfold.RankfoldError, match=rf"{path.name} is damaged .*; remove .*work and start again"):
+        blockwise(small, tiny_model("llama"), tmp_path / "work").train()
+
+
 def test_a_block_that_gains_nothing_keeps_its_closed_form(small, tmp_path):
     run = blockwise(small, tiny_model("llama"), tmp_path / "work", lr=1e6)
     _, before, after, facts = run.train()

@@ -83,6 +83,19 @@ def test_a_killed_cache_goes_on_and_a_whole_one_needs_no_dense_model(saved, tmp_
     assert make()[4]["dense"].shape == (24, source.config.hidden_size)
 
 
+def test_damaged_files_are_one_line(saved, tmp_path):
+    def make():
+        return CachedStates(tmp_path / "cache", source, IDS, SCORED, {"teacher": source.fingerprint})
+
+    source = saved("llama")
+    make()
+    for name, read in (("states-00000", lambda cache: cache[0]), ("losses", lambda cache: cache.losses)):
+        path = tmp_path / "cache" / f"{name}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(rankfold.RankfoldError, match=rf"{path.name} is damaged .*; remove .*{path.name} and"):
+            read(make())
+
+
 def test_what_belongs_to_others_is_refused(saved, tmp_path):
     def make(folder="cache", seed=0, **identity):
         source = saved("llama", seed)

@@ -20,7 +20,7 @@ from clocks import set_by_hand
 from families import GQA, HEADS_OF_MAMBA, some_ids, tiny_model
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
-from rankfold.errors import UnsupportedModelError
+from rankfold.errors import CheckpointError, UnsupportedModelError
 from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.compressing import compress_and_recover
@@ -345,6 +345,24 @@ def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monke
     assert resumed.record["recovery"]["seconds"] == 16.0, "of all steps, whichever process took them"
     folders = (tmp_path / "again", recovered.output)
     assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
+
+
+def test_a_damaged_checkpoint_of_an_unfinished_run_is_one_line(place, tmp_path, monkeypatch, subtests):
+    given = {"calibration": place / "manual.txt", "output": tmp_path / "out", **OPTIONS}
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module.Judge, "restore_best", kill)
+        recover(place / "small", place / "dense", **given)
+    (checkpoint,) = (tmp_path / "out.partial").glob("checkpoint-*")
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        with subtests.test(name):
+            content = (checkpoint / name).read_bytes()
+            (checkpoint / name).write_bytes(content[: len(content) // 2])
+            with pytest.raises(CheckpointError, match=f"{name} is missing or damaged; remove .*{checkpoint.name}, and"):
+                recover(place / "small", place / "dense", **given)
+            (checkpoint / name).write_bytes(content)
+    (tmp_path / "out.partial" / "best.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"best.safetensors is damaged .*; remove .*out.partial and start again"):
+        recover(place / "small", place / "dense", **given)
 
 
 def test_what_a_kill_leaves_of_a_finished_run_is_not_gone_on_with(place, tmp_path, monkeypatch):

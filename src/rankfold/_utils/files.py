@@ -154,6 +154,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@contextlib.contextmanager
+def reading_tensors(path: Path, remove: Path) -> Generator[None]:
+    """One line for a safetensors file that cannot be read.
+
+    Args:
+        remove: the file, or the folder that is of no use without it.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); remove {remove} and start again") from error
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, fsync, rename."""
     with _replacing(path) as temporary:

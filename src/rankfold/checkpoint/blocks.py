@@ -4,13 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .._utils.files import read_json, write_json, write_tensors
-from ..errors import CheckpointError
+from .._utils.files import read_json, reading_tensors, write_json, write_tensors
 from ..methods import BlockResult
 from ..models.weights import as_written
 from ..modules import tied_weights
@@ -72,10 +70,8 @@ class BlockFiles:
         return replace(found, state=kept, basis=basis)
 
     def _load(self, file: Path) -> dict[str, Tensor]:
-        try:
+        with reading_tensors(file, self.folder):
             return load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged ({error}); remove {self.folder} and start again") from error
 
     def load_report(self, index: int) -> BlockResult:
         """Read a finished block without its tensors."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from .._utils.files import read_json, write_json, write_text
+from .._utils.files import read_json, reading_tensors, write_json, write_text
 from .._utils.memory import release_memory
 from .._utils.progress import track
 from .._utils.sizes import size_text
@@ -258,7 +258,7 @@ class Blockwise:
         folder.mkdir()
         shards = Shards(folder, len(self.student))
         for place in range(len(self.student)):
-            shards.write(place, load_file(self.shards.path(place)))
+            shards.write(place, self._kept(place))
         outer = {name: as_written(name, tensor, self.written) for name, tensor in self.student.outer_state().items()}
         shards.finish(outer)
         config: Any = self.model.config
@@ -267,6 +267,12 @@ class Blockwise:
             description.fields["format"] = FORMAT
             write_text(folder / CODE_FILE, code())
         write_around(folder, self.student, config)
+
+    def _kept(self, place: int) -> dict[str, Tensor]:
+        """Return what is written of a block."""
+        path = self.shards.path(place)
+        with reading_tensors(path, self.work):
+            return load_file(path)
 
     def _start(self, source: DenseModel, ids: Tensor) -> Stream:
         return start(source, ids, autocast=source.autocast, most=self.at_once)
@@ -281,12 +287,12 @@ class Blockwise:
         Returns:
             Its error on held-out text before and after, what was trained in which order, and how many weights.
         """
-        report, shard = self.work / f"block-{view.index:05d}.json", self.shards.path(view.index)
+        report = self.work / f"block-{view.index:05d}.json"
         for parameter in view.module.parameters():
             parameter.data = parameter.data.clone()  # what is read may lie in the file
         prefix = f"{self.student.architecture.path_of(view.index)}."
         if report.exists():  # written after the shard
-            state = {name.removeprefix(prefix): tensor for name, tensor in load_file(shard).items()}
+            state = {name.removeprefix(prefix): tensor for name, tensor in self._kept(view.index).items()}
             view.module.load_state_dict(state)
             return read_json(report)
         found = self._train(view, targets, unseen)

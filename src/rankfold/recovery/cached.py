@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from .._utils.evaluating import evaluating
-from .._utils.files import read_json, sweep, write_json, write_tensors, writing
+from .._utils.files import read_json, reading_tensors, sweep, write_json, write_tensors, writing
 from .._utils.locking import lock_of, locked
 from .._utils.processes import on_first
 from .._utils.progress import track
@@ -65,7 +65,10 @@ class CachedStates(Dataset):
     def losses(self) -> Losses:
         """Losses of the dense model on every scored text."""
         found: Losses = {}
-        for name, losses in sorted(load_file(self.folder / LOSSES).items()):
+        path = self.folder / LOSSES
+        with reading_tensors(path, path):
+            kept = load_file(path)
+        for name, losses in sorted(kept.items()):
             found.setdefault(name.rpartition("/")[0], []).append(losses)
         return found
 
@@ -74,7 +77,9 @@ class CachedStates(Dataset):
 
     @functools.cache  # noqa: B019 - as many as there are files, which are mapped
     def _file(self, file: int) -> Any:
-        return safe_open(self._path(file), framework="pt")
+        path = self._path(file)
+        with reading_tensors(path, path):
+            return safe_open(path, framework="pt")
 
     def _complete(self, source: DenseModel, scored: dict[str, Tensor], identity: dict) -> None:
         with locked(lock_of(self.folder), self.folder):

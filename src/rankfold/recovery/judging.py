@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
-from .._utils.files import read_json, write_json, write_tensors
+from .._utils.files import read_json, reading_tensors, write_json, write_tensors
 from .._utils.processes import broadcast, dealt, from_first, is_first, on_first, together
 from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
@@ -199,7 +199,12 @@ class Judge(TrainerCallback):
 
     def restore_best(self) -> None:
         """Give the model the weights of the best allowed state, which the first of several processes has written."""
-        self.model.load_state_dict(broadcast(load_file(self.folder / BEST) if is_first() else {}), strict=False)
+        self.model.load_state_dict(broadcast(self._kept() if is_first() else {}), strict=False)
+
+    def _kept(self) -> dict[str, Tensor]:
+        path = self.folder / BEST
+        with reading_tensors(path, self.folder):
+            return load_file(path)
 
 
 def _mean(one: dict) -> float:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from .._utils.files import read_json, write_json, writing
+from .._utils.files import read_json, sync_files, write_json, writing
 from .._utils.processes import from_first, gather, is_first, on_first, process_count, together
 from .._utils.progress import track
-from ..errors import OptionError, option
+from ..errors import CheckpointError, OptionError, option
 from ..models.devices import autocast_dtype
 from .loss import Head, Loss, hidden_states, training_loss
 
@@ -140,9 +140,8 @@ class Clock(TrainerCallback):
 
 
 class KeepWhole(TrainerCallback):
-    """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one.
-
-    Those before it go then, so there are two for a moment, and one otherwise.
+    """Mark a checkpoint once everything in it is on the disk, so that a run goes on from a whole one after a kill or a
+    loss of power. Those before it go then, so there are two for a moment, and one otherwise.
     """
 
     def on_save(self, args, state, control, **kwargs) -> None:
@@ -150,7 +149,9 @@ class KeepWhole(TrainerCallback):
 
         def keep() -> None:
             last = folder / f"checkpoint-{state.global_step}"
-            (last / DONE).touch()
+            with writing(last):
+                sync_files(last)
+            write_json(last / DONE, {path.name: path.stat().st_size for path in last.iterdir()})
             for other in folder.glob("checkpoint-*"):
                 if other != last:
                     shutil.rmtree(other)
@@ -164,9 +165,21 @@ def recomputes(args: TrainingArguments) -> bool:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest whole checkpoint in a folder of Trainer; ``None`` where there is none."""
+    """Return the newest whole checkpoint in a folder of Trainer; ``None`` where there is none.
+
+    Raises:
+        CheckpointError: a file of it is missing, or shorter than what was written.
+    """
     whole = {int(mark.parent.name.rpartition("-")[2]): mark.parent for mark in folder.glob(f"checkpoint-*/{DONE}")}
-    return str(whole[max(whole)]) if whole else None
+    if not whole:
+        return None
+    last = whole[max(whole)]
+    for name, size in read_json(last / DONE).items():
+        if not (last / name).exists() or (last / name).stat().st_size != size:
+            raise CheckpointError(
+                f"{last / name} is missing or damaged; remove {last}, and the same command trains from the beginning"
+            )
+    return str(last)
 
 
 def trains_in_bf16(device: torch.device) -> bool:
