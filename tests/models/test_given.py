@@ -11,6 +11,7 @@ import rankfold
 from families import GQA, KINDS, some_ids, tiny_model, tokens
 from rankfold import CalibrationData, MoDeGPT
 from rankfold.errors import DataError, OptionError, RankfoldError, UnsupportedModelError
+from rankfold.models.weights import check_finite
 
 METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
@@ -64,6 +65,24 @@ def with_weight(change):
     return model
 
 
+class Packed(torch.Tensor):
+    """As torchao's tensors: it shows floats, and knows few operations."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(func)
+        return args[0]
+
+
+def packed(model=None):
+    """As `quantize_` of torchao leaves a model: nothing in the config says so."""
+    model = model or tiny_model("llama")
+    weight = torch.Tensor._make_wrapper_subclass(Packed, (48, 32))
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(weight)
+    return model
+
+
 def quantised():
     model = tiny_model("llama")
     model.config.quantization_config = SimpleNamespace(quant_method="gptq")
@@ -109,6 +128,7 @@ def sentence_transformer():
             lambda: with_weight(lambda w: w.to(torch.float8_e4m3fn)),
             r"quantised \(F8: model.layers.1.mlp.up_proj.weight\)",
         ),
+        (packed, r"the model is quantised \(Packed: model.layers.1.mlp.up_proj.weight\); give the model as it was"),
         (
             lambda: with_weight(lambda w: w[:0, 0]),
             r"1 tensors without entries \(model.layers.1.mlp.up_proj.weight\), as",
@@ -129,6 +149,23 @@ def sentence_transformer():
 def test_what_is_no_plain_dense_model_is_refused(make, message):
     with pytest.raises(UnsupportedModelError, match=message):
         rankfold.open_model(make(), device="cpu")
+
+
+def test_a_quantised_compressed_model_is_neither_saved_nor_trained(tmp_path):
+    model = packed(compressed())
+    for use in (
+        lambda: rankfold.save(model, tmp_path / "saved"),
+        lambda: rankfold.export(model, tmp_path / "stock"),
+        lambda: rankfold.recover(model, tiny_model("llama"), calibration=tokens()),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"quantised \(Packed: model.layers.1.mlp.up_proj.weight\)"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_a_quantisers_own_class_are_not_looked_at_where_a_checkpoint_is_loaded():
+    """torchao's have no range to ask for, and transformers loads them."""
+    check_finite(packed().state_dict())
 
 
 def test_a_model_on_several_devices_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .._utils.files import check_output, sync_files, sync_folder, writing
 from .._utils.locking import lock_of, locked
 from ..errors import OptionError
-from ..models.given import check_merged
+from ..models.given import check_plain
 from ..models.tokenizer import save_tokenizer
 
 
@@ -26,9 +26,9 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
     Raises:
         CheckpointError: the folder exists, cannot be written, or is written by another process.
         OptionError: what is given as the tokenizer is none.
-        UnsupportedModelError: the model carries adapters.
+        UnsupportedModelError: the model carries adapters, or was quantised in memory.
     """
-    check_merged(model)
+    check_plain(model)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(
             f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; give source.tokenizer"

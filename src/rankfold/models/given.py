@@ -17,11 +17,10 @@ from .folders import check_file, check_folder, raw_config
 from .hub import locate, repository_of
 from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
-from .weights import Weights
+from .weights import KNOWN, Weights, is_packed
 
 # Quantiser -> config of transformers that undoes it.
 DEQUANTISES = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
 class ModelFiles(NamedTuple):
@@ -91,7 +90,7 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     """The part of this name; :class:`UnsupportedModelError`, with what to do, unless the model is a plain dense one."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
-    check_merged(model)
+    check_plain(model)
     if not isinstance(model, PreTrainedModel):
         held = next((path for path, part in model.named_modules() if isinstance(part, PreTrainedModel)), None)
         give = f"the model in it (model.get_submodule({held!r}))" if held else "a PreTrainedModel, a folder or a hub id"
@@ -120,11 +119,19 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     return part
 
 
-def check_merged(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedModelError` for a model with adapters: ``save_pretrained`` writes these alone."""
+def check_plain(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedModelError` for a model with adapters, which ``save_pretrained`` writes alone, and for
+    one with weights that a quantiser packed in memory, as torchao does without a word in the config."""
     if hasattr(model, "peft_config"):
         merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
         raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
+    packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), None)
+    if packed and not getattr(model, "is_quantized", False):  # else its config has the quantiser, and its own saving
+        kind = type(model.get_parameter(packed)).__name__
+        raise UnsupportedModelError(
+            f"the model is quantised ({kind}: {packed}); give the model as it was before; "
+            "torch.save(model.state_dict(), FILE) keeps the quantised weights"
+        )
 
 
 def check_quantised(config, name: str, blocks: str | None = None) -> None:

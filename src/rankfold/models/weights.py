@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of floats
 # Biases that experts are chosen by. Checkpoints and transformers keep them in fp32: rounded to bf16 they choose others.
 CHOOSING = re.compile(r"\b(e_score_correction_bias|expert_bias)$")
+KNOWN = ("torch", "transformers")  # whose tensors hold the numbers they show, and linear layers compute with them
 IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
 
 
@@ -312,13 +313,19 @@ def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
         setattr(place, name, there)
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a quantiser's own class, which shows floats and holds codes and scales."""
+    return type(tensor).__module__.partition(".")[0] not in KNOWN
+
+
 def check_finite(state: dict[str, torch.Tensor]) -> None:
     """Raise :class:`NumericsError` where a weight has entries that are NaN or infinite, and name it.
 
     The ranges on a device are looked at together: a look waits for it. Tensors on the meta device, which has no
-    numbers, are passed over.
+    numbers, are passed over, and those of a quantiser, which has no ranges.
     """
-    there = {name: x for name, x in state.items() if x.is_floating_point() and x.numel() and not x.is_meta}
+    floats = {name: x for name, x in state.items() if x.is_floating_point() and x.numel()}
+    there = {name: x for name, x in floats.items() if not (x.is_meta or is_packed(x))}
     ends = defaultdict(list)
     for tensor in there.values():
         ends[tensor.device] += torch.aminmax(tensor)

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
 from ..models.fingerprint import fingerprint
-from ..models.given import check_merged, resolve_model
+from ..models.given import check_plain, resolve_model
 from ..models.opening import open_model, stored_dtype
 from ..models.tokenizer import TokenizerFiles
 from ..models.whole import read_config
@@ -62,7 +62,7 @@ def open_student(model: Compressed, device: str) -> Given:
     if isinstance(model, CompressionResult):
         model, known = model.output or model.model, model.record
     if isinstance(model, PreTrainedModel):
-        check_merged(model)
+        check_plain(model)
         return Given(copy.deepcopy(model).float(), dict(known), None, model.dtype)
     folder, record, written = _read(model)
     return Given(load_model(folder, dtype="float32", device=device), record, folder, written)
