@@ -7,6 +7,7 @@ import transformers as t
 
 import rankfold
 from families import tiny_model as tiny_text_model
+from rankfold.evaluation.complexity import cache_bytes
 from tiny_encoders import tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 from warm import rankfold as rankfold_command
@@ -65,6 +66,8 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place, small):
     record = json.loads((place / "small" / "rankfold.json").read_text())
     dense, small = tiny_model("llava").num_parameters(), rankfold.load(place / "small").num_parameters()
     assert f"| parameters | {dense:,} | {small:,} |" in card
+    caches = cache_bytes(tiny_model("llava")), cache_bytes(rankfold.load(place / "small", device="cpu"))
+    assert "| KV-cache bytes per token | {:,} | {:,} |".format(*caches) in card
     for one, part in ((record["before"], "vision"), (record, "language")):
         counts = one["counts"]
         left = counts["counted_weights"] - counts["removed_weights"]

@@ -81,9 +81,8 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
     methods = list(dict.fromkeys(one["method"] for one in records))
     before, training = _processor(records), training_of(record)
     rows = [_counted(one, part) for part, one in components.items()]
-    rows += size_rows(
-        record["plan"] | {key: records[0]["plan"][key] for key in ("parameters", "bytes", "kv_bytes_per_token")}
-    )
+    # Components shrink the model one after the other; a cache is that of the last one alone.
+    rows += size_rows(record["plan"] | {key: records[0]["plan"][key] for key in ("parameters", "bytes")})
     rows += [row for part, one in components.items() for row in _outcomes(one, part)] + _trained_rows(training)
     return _CARD.format(
         base=record["base_model"],
