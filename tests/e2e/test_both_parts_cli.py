@@ -45,6 +45,8 @@ def test_from_one_file_to_a_checkpoint_that_sees(run, place, small):
     assert small.returncode == 0, err
     assert "small, vision: llava by modegpt, 20." in out and "small, language: llava by modegpt, 40." in out
     assert "cosine of the last states" in out and "perplexity" in out
+    heads = [line.split() for line in out.splitlines() if line.endswith("  compressed")]
+    assert heads == [["dense", "compressed"], ["before", "compressed"]]  # the tower is compressed before the language
     assert err.index("llava, vision: modegpt, sparsity 0.2") < err.index("llava, language: modegpt, sparsity 0.4")
     assert (place / "small").is_dir() and not [
         *place.glob("small.*"),

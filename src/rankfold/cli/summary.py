@@ -36,13 +36,16 @@ def removed(counts: Record) -> str:
 
 
 def show_numbers(record: Record, out: "Console") -> None:
-    """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went."""
+    """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went.
+
+    The second of several components is compared with the model in which the first one is compressed.
+    """
     held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
     if goal := goal_line(record):
         out.print(goal, soft_wrap=True)
     if excess := excess_of(record):
         out.print(excess)
-    rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
+    rows = [("", "before" if "before" in record else "dense", "compressed", ""), *size_rows(record["plan"])]
     if held_out:
         row = held_out_row(held_out)
         rows.append((f"{row[0]} {before_training(record, 'held_out')}".rstrip(), *row[1:]))
