@@ -415,3 +415,9 @@ def test_a_word_as_long_as_the_name_of_a_file_may_be_one(model):
 def test_a_text_by_itself_is_told_from_a_name(text, model):
     with pytest.raises(DataError, match="a text itself is given in a list, or as a file"):
         load(text, model)
+
+
+@pytest.mark.parametrize("shards", [0, -1])
+def test_samples_made_by_hand_have_a_shard_at_least(shards):
+    with pytest.raises(OptionError, match=f"shards must be >= 1, got {shards}"):
+        rankfold.CalibrationData(torch.ones(2, 4).long(), "x", "x", 0, shards=shards)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import DataError, OptionError
 from .batches import Data, Example, digest_of
 from .hub import HUB
 
@@ -60,6 +60,8 @@ class CalibrationData:
     shards: int = 1  # contiguous parts that are measured one by one; several processes share them
 
     def __post_init__(self):
+        if self.shards < 1:
+            raise OptionError(f"shards must be >= 1, got {self.shards}")
         for name, samples in (("ids", self.ids), ("held_out", self.held_out)):
             if samples is not None or name == "ids":
                 _check_samples(name, samples)
