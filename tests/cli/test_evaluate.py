@@ -5,7 +5,7 @@ from collections import Counter
 
 from rich.console import Console
 
-from rankfold.cli.evaluate import _speed, _tasks
+from rankfold.cli.evaluate import _line, _speed, _tasks
 from rankfold.evaluation.speed import RATIOS
 from rankfold.evaluation.tasks import _plain
 
@@ -40,3 +40,9 @@ def test_a_metric_behind_a_filter_is_in_the_table():
     for way, share in ways.items():
         (line,) = [line for line in out.file.getvalue().splitlines() if f"exact_match,{way}" in line]
         assert f"{share:.4f}" in line and f"{share / 10:.4f}" in line and " 8 " in line
+
+
+def test_one_sample_is_no_samples():
+    result = {"perplexity": 2.0, "length": 64, "text": "a.txt", "definition": "as ever"}
+    for windows, expected in ((1, "on 1 sample of 64 tokens"), (2, "on 2 samples of 64 tokens")):
+        assert expected in _line(result | {"windows": windows})

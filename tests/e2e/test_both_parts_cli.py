@@ -75,7 +75,7 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place, small):
         left = counts["counted_weights"] - counts["removed_weights"]
         assert f"of {part} (linear weights of the blocks) | {counts['counted_weights']:,} | {left:,} |" in card
     assert "last states of vision | 1 | 0." in card and "perplexity of language |" in card
-    assert "held-out calibration samples, both after the other compressed components |" in card
+    assert "held-out calibration sample, both after the other compressed components |" in card
     assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
     assert "import AutoModelForImageTextToText, AutoProcessor" in card
     (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]

@@ -99,7 +99,8 @@ def _sizes(text: str) -> list[int]:
 
 def _line(result: dict) -> str:
     return (
-        f"perplexity {result['perplexity']:.2f} on {result['windows']} samples of {result['length']} tokens of "
+        f"perplexity {result['perplexity']:.2f} on {result['windows']} sample{'s' * (result['windows'] != 1)} of "
+        f"{result['length']} tokens of "
         f"{result['text']} ({result['definition']}){_memory(result)}"
     )
 

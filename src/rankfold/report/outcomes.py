@@ -30,7 +30,7 @@ def change_text(before: float, after: float, unit: int = 1) -> tuple[str, str, s
 
 def held_out_row(held_out: Record) -> Row:
     """Return the row of the held-out samples: perplexity, or how far an encoder's last states are from dense ones."""
-    samples = f"{held_out['windows']} held-out calibration samples"
+    samples = f"{held_out['windows']} held-out calibration sample{'s' * (held_out['windows'] != 1)}"
     if "state_error" in held_out:
         remark = f"relative error {held_out['state_error']:.3f} on {samples}"
         return "cosine of the last states", "1", f"{held_out['cosine']:.4f}", remark
