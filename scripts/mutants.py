@@ -47,7 +47,6 @@ HELD_OUT, ENCODERS = "tests/compression/test_held_out.py", f"{CONTRACTS}encoders
 DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "output_weighting", "whole_modules"))
 EXPERTS, OF_EXPERTS = f"{CONTRACTS}experts.py", "mixtral or gpt_oss or tokens or kept_of_a_block"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
-NO_PAGE = "not test_added"  # it reads a page of docs, which copies have not
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours. A file goes by
 # the first pattern that matches.
 PROTECTED = {
@@ -62,7 +61,7 @@ PROTECTED = {
         ["tests/allocation", "tests/compression/test_duration.py", f"{CONTRACTS}removal.py"],
         "measured or search or sleb_removes or least_influence",
     ),
-    "allocation/b[!y]*.py": (["tests/allocation", "tests/compression/test_budget.py"], NO_PAGE),
+    "allocation/b[!y]*.py": (["tests/allocation", "tests/compression/test_budget.py"], ""),
     "allocation/*.py": (
         [
             "tests/allocation",
@@ -70,7 +69,7 @@ PROTECTED = {
             *(f"tests/compression/test_{name}.py" for name in ("plan", "budget")),
             "tests/test_quality_kept.py",
         ],
-        NO_PAGE,
+        "",
     ),
     "calibration/[!ef]*.py": (
         ["tests/calibration", HELD_OUT, *(f"{CONTRACTS}{name}.py" for name in ("modegpt", "bolaco"))],
@@ -290,6 +289,8 @@ def copy_tree(folder: Path, group: list[Target]) -> None:
     for name in ("src", "tests"):
         shutil.copytree(name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         (folder / "mutants" / name).mkdir(parents=True)  # what of PYTHONPATH is not there when Python starts stays so
+    for name in ("docs", "benchmarks"):
+        shutil.copytree(name, folder / "mutants" / name)  # pages and records that tests read
     settings = {
         "source_paths": ["src"],
         "only_mutate": [str(target.path) for target in group],

@@ -261,6 +261,15 @@ def test_a_path_is_as_good_as_its_name(good):
     assert one["nll"] == other["nll"]
 
 
+def test_a_path_may_begin_at_the_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    call = typed(lambda output, folder="~/a", text="~/b": (output, folder, text))
+    assert call("~/x") == (str(tmp_path / "x"), "~/a", "~/b")  # a default is the function's own
+    assert call(Path("~/x"), folder="~no-user/x", text="~/c") == (tmp_path / "x", "~no-user/x", "~/c")
+    assert call(None) == (None, "~/a", "~/b")
+
+
 def test_a_function_stays_itself():
     def one(a: int | None, *rest, b: "str" = "x", **more) -> str:
         """Join."""

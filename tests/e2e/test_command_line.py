@@ -74,6 +74,7 @@ BAD = [
     ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
     ("recover model -o x --teacher ~nouser/x", "--teacher: there is no user whose home is '~nouser'"),
+    ("compress model --output=~nouser/x", "--output: there is no user whose home is '~nouser'"),
     ("compress model -o x --set sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
     ("compress model -o x --set ridge=nan", "--set 'ridge=nan': expected a finite number"),
     ("compress model -o x --set ridge=1 --set ridge=2", "--set gives 'ridge' more than once; give it once"),
@@ -193,6 +194,15 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(run, place, line, messag
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("rankfold: ") and message in err
     assert sorted(place.iterdir()) == before and (place / "plan.json").read_text() == "mine"
+
+
+def test_what_is_written_may_be_in_the_home(run, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    asked = ["--method=modegpt", "--calibration", "text.txt", "--num-samples", "2", "--max-length", "32"]
+    code, _, err = run("plan", "model", *asked, "--output=~/plan.json")  # no shell replaces it there
+    assert code in (0, None), err
+    assert (tmp_path / "plan.json").is_file() and not (place / "~").exists()
 
 
 def test_nothing_gives_the_help(run):

@@ -2,14 +2,17 @@
 
 import functools
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import OptionError, suggestion
 
 OF_TORCH = ("dtype", "device")  # arguments that are names, or what PyTorch has of these names
+PLACES = ("output", "folder", "moments", "cache_logits", "offload_folder")  # may be paths, where `~` is the home
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -58,6 +61,7 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
             hint = suggestion(unknown, signature.parameters) if unknown else ""
             raise TypeError(f"{function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
         bound.arguments.update({name: _named(value) for name, value in bound.arguments.items() if name in OF_TORCH})
+        bound.arguments.update({name: _expanded(value) for name, value in bound.arguments.items() if name in PLACES})
         bound.arguments.update({name: _plain(value) for name, value in bound.arguments.items()})
         for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
@@ -77,6 +81,11 @@ def _plain(value: object) -> object:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()  # pyright: ignore[reportAttributeAccessIssue]
     return value
+
+
+def _expanded(value: object) -> object:
+    """Return a path with the home in the place of `~`; anything else as it is."""
+    return type(value)(os.path.expanduser(value)) if isinstance(value, str | Path) else value
 
 
 def _named(value: object) -> object:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -57,7 +58,7 @@ class MayBePath:
 
 
 def check_rules(context: typer.Context, given: set[str]) -> None:
-    """Check every option of a command against its own rules.
+    """Check every option of a command against its own rules, and let `~` be the home in every path.
 
     Args:
         given: the options on the command line; others may come from the defaults that a record sets.
@@ -65,6 +66,10 @@ def check_rules(context: typer.Context, given: set[str]) -> None:
     Raises:
         OptionError: an option that nothing would read, or a path that leads nowhere.
     """
+    for name, value in context.params.items():
+        if isinstance(value, Path):  # a shell leaves --output=~/small as it is, and so does a file of --config
+            MayBePath().check(name, given, context.params, set())
+            context.params[name] = value.expanduser()
     chosen = given | {name for name, value in (context.default_map or {}).items() if value}
     for name, parameter in inspect.signature(present(context.command.callback), eval_str=True).parameters.items():
         for rule in getattr(parameter.annotation, "__metadata__", ()):
