@@ -122,6 +122,7 @@ def test_a_bias_that_stays_is_not_missing(name):
         ratio = (left.square().sum() / wanted.square().sum()).item()
         assert ratio == pytest.approx(report[module]["missing_after"], rel=2e-3), module
         assert report[module]["residual_correction"] > 0
+    assert report["vo"]["missing_before"] > report["vo"]["missing_after"]
 
 
 def test_planned_equals_actual_and_the_budget_holds(run, family):

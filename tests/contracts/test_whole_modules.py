@@ -98,6 +98,7 @@ def test_planned_equals_actual(run, family):
     assert {(m.block, m.module) for m in plan.modules if m.rank == 0} == GONE
     reports = json.loads((folder / "rankfold.json").read_text())["blocks"]
     assert {(int(b), m) for b, report in reports.items() for m in report if report[m]["rank"] == 0} == GONE
+    assert all(reports[str(m.block)][m.module]["of"] == m.of for m in plan.modules)
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
     cached = cached_numbers(rankfold.load(folder, device="cpu")) * 4
     # Falcon's own attention caches a key head once for each of its query heads.
