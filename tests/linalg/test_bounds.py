@@ -4,6 +4,7 @@ import pytest
 import torch
 from modegpt_problems import mlp, query_key, value_output
 
+from rankfold.linalg import lanczos
 from rankfold.linalg.column_row import column_row, column_row_bounds
 from rankfold.linalg.lanczos import largest_eigenvalue
 from rankfold.linalg.nystrom import nystrom
@@ -98,3 +99,10 @@ def test_the_largest_eigenvalue_is_bounded_closely_from_above(spectrum):
     values = spectrum[1]
     found = largest_eigenvalue(lambda x: values * x, values)
     assert values.max() <= found <= values.max() * 1.01
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_what_a_few_steps_leave_open_is_added(steps, monkeypatch):
+    monkeypatch.setattr(lanczos, "MOST", steps)
+    values = torch.linspace(1, 2, 64, dtype=F64)
+    assert largest_eigenvalue(lambda x: values * x, values) >= 2
