@@ -105,6 +105,9 @@ def test_what_all_rows_have_alike_stands_once(html):
     assert cells.alike == {"KV bytes/token": "46,080", "measured": "one-pass"}
     assert "All rows: KV bytes/token 46,080; measured one-pass." in " ".join(html.text.split())
     assert not set(cells.alike) & set(cells.header) and "M parameters" in cells.header
+    without_rivals = Tags(page(config(), rows()[:3], [], "out"))
+    assert "All rows: KV bytes/token 46,080; measured one-pass." in " ".join(without_rivals.text.split())
+    assert "Bold" not in without_rivals.text
 
 
 def test_the_best_of_each_sparsity_is_bold(html):
