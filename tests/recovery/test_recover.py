@@ -21,6 +21,7 @@ from families import GQA, HEADS_OF_MAMBA, some_ids, tiny_model
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import Probes, load_probes
 from rankfold.errors import CheckpointError, UnsupportedModelError
+from rankfold.exports.hub import _results
 from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.compressing import compress_and_recover
@@ -29,6 +30,7 @@ from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
 from rankfold.recovery.tuning import prepared, round_weights, without_dropout
 from rankfold.report.model_card import model_card
+from rankfold.report.outcomes import recovery_lines
 from rankfold.report.record import read_record
 from saved import save_tiny
 from tiny_encoders import tiny_encoder
@@ -609,6 +611,22 @@ def test_card_and_inspect_say_what_was_trained(recovered, tmp_path, run):
     (tmp_path / "out" / "rankfold.json").write_text(json.dumps(record))
     with pytest.raises(rankfold.RankfoldError, match=r"recovery.held_out.manual.txt.perplexity should be a number"):
         read_record(tmp_path / "out")
+
+
+def test_a_training_that_is_undone_leaves_what_is_said_of_the_one_before(place, recovered, tmp_path, run):
+    hurt = {**OPTIONS, "lr": 30.0, "tokens": 1024}
+    undone = recover(recovered.output, place / "dense", calibration="pydoc", output=tmp_path / "out", **hurt)
+    assert not undone.recovered
+    earlier, card = (folder / "README.md" for folder in (recovered.output, undone.output))
+    said = (line for line in earlier.read_text().splitlines() if line.startswith(("|", "dense, compressed by")))
+    text = card.read_text()
+    assert all(line in text for line in said) and "without training" not in text
+    assert "rankfold recover" not in text, "the options of the record are those of the second training"
+    _, shown, _ = run(f"inspect {undone.output}")
+    assert "\n  perplexity before training " in shown
+    lines = [*recovery_lines(recovered.record), *recovery_lines(undone.record)[-2:]]
+    assert shown.endswith("\n".join(["", *lines, ""])) and "; nothing was recovered (" in lines[-2]
+    assert _results(undone.record) == _results(recovered.record) != []
 
 
 def test_probe_texts_are_those_of_the_trained_weights(place, recovered, run):

@@ -103,7 +103,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
             for part, one in components.items()
             for warning in warnings_of(one)
         ),
-        commands="\n".join(_commands(record, folder, training is not None)),
+        commands="\n".join(_commands(record, folder, trained=training is not None and training is record["recovery"])),
         made="\n\n".join(_made(one, _of(part)) for part, one in components.items()),
     )
 
@@ -175,7 +175,7 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
     ]
 
 
-def _commands(record: Record, folder: str, trained: bool) -> list[str]:
+def _commands(record: Record, folder: str, *, trained: bool) -> list[str]:
     """Return the lines that make it again."""
     lines = _OF_HUB if is_hub_id(record["base_model"]) else _OF_LOCAL
     names = {"base": record["base_model"], "again": f"{folder}-again", "out": f"{folder}-recovered"}

@@ -108,9 +108,11 @@ def before_training(record: Record, name: str) -> str:
 
 
 def training_of(record: Record) -> dict[str, Any] | None:
-    """Return what a record says of training; ``None`` where the weights are those before it."""
+    """Return what a record says of the last training that the weights have; ``None`` where they have none."""
     found = record.get("recovery")
-    return found if found and found["recovered"] else None
+    while found and not found["recovered"]:  # what went in may have been trained before
+        found = found.get("earlier")
+    return found
 
 
 def trained_on(recovery: Record) -> str:
@@ -131,7 +133,8 @@ def trained_on(recovery: Record) -> str:
 def recovery_lines(record: Record) -> list[str]:
     """Return the lines on a recovery: what was trained, and the perplexity of every text before and after.
 
-    Held-out text comes first, then the kinds of probe texts.
+    Held-out text comes first, then the kinds of probe texts. Before a training that was undone stands the one that the
+    weights have.
 
     Args:
         record: of the run; there are no lines where nothing was trained.
@@ -145,7 +148,9 @@ def recovery_lines(record: Record) -> list[str]:
     )
     undone = "" if recovery["recovered"] else ", undone"
     before = kinds_in(recovery.get("probe_texts_before"))
+    earlier = [] if recovery["recovered"] else recovery_lines({**record, "recovery": recovery.get("earlier")})
     return [
+        *earlier,
         trained_on(recovery) + kept,
         *(
             _before_and_after(

@@ -34,7 +34,7 @@ KIND = {
 }
 PROBE_TEXTS = Maybe({"skipped": Maybe(str), "kinds": Maybe(Each(KIND)), "warning": Maybe(str)})
 # What a record says of training after the compression.
-RECOVERY = {
+RECOVERY: dict[str, Any] = {
     "recovered": bool,
     "unchanged_because": Maybe(str),
     "tune": str,
@@ -59,6 +59,7 @@ RECOVERY = {
         }
     ),
 }
+RECOVERY["earlier"] = Maybe(RECOVERY)
 # What it says of a plan, which is read back as one.
 MODULE = {
     "block": int,
