@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
     record["blocks"] = {"0": record["blocks"]["0"]}
     record |= {
         "probe_texts": KINDS,
-        "recovery": TRAINED,
+        "recovery": TRAINED | {"recovered": False, "unchanged_because": "no text gains", "earlier": TRAINED},
         "goal": GOAL | {"later_runs": [{"sparsity": 0.2, "got": 0.9}]},
     }
     return record | {"before": copy.deepcopy(record)}
@@ -104,3 +104,13 @@ def test_a_damaged_record_is_used_or_refused(whole, tmp_path, monkeypatch):
                 except Exception as error:
                     pytest.fail(f"{name}, {'.'.join(map(str, path))} = {value!r}: {error!r}")
     assert used > 1000 and refused > 300
+
+
+@pytest.mark.parametrize(("holder", "key"), [("recovery", "earlier"), (None, "before")])
+def test_a_record_in_a_record_without_end_is_refused(whole, holder, key, tmp_path):
+    inner = json.dumps(_damaged(whole if holder is None else whole[holder], (key,), "missing"))[:-1]
+    deep = f'{inner}, "{key}": ' * 900 + "null" + "}" * 900
+    text = deep if holder is None else f'{json.dumps(_damaged(whole, (holder,), "missing"))[:-1]}, "{holder}": {deep}}}'
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="is damaged: it is nested too deeply; copy or make it again"):
+        read_record(tmp_path)

@@ -143,9 +143,12 @@ def read_record(place: Path) -> dict:
     path = place if place.is_file() else place / NAME
     if not path.exists():
         raise CheckpointError(f"{place} has no {NAME}: not a checkpoint written by `rankfold compress`")
-    record = upgrade_calibration(read_json(path))
-    _upgrade_options(record)
-    _check(record, path)
+    try:
+        record = upgrade_calibration(read_json(path))
+        _upgrade_options(record)
+        _check(record, path)
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is damaged: it is nested too deeply; copy or make it again") from error
     return record
 
 
