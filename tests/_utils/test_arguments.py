@@ -240,6 +240,12 @@ def test_what_no_argument_is_called_is_refused_with_the_name_of_the_function():
         rankfold.open_model()
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_is_refused_by_the_name_it_is_called_by(function):
+    with pytest.raises(TypeError, match=rf"^{function}\(\)"):
+        getattr(rankfold, function)(*range(99))
+
+
 def test_a_method_may_be_named_or_given(given):
     named, made = (rankfold.plan(**given | {"method": method}) for method in ("modegpt", rankfold.MoDeGPT()))
     assert named.to_dict() == made.to_dict()

@@ -35,11 +35,12 @@ NAMES = {
 }
 
 
-def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
+def typed(function: Callable[P, T], called: str = "", /, **hints: object) -> Callable[P, T]:
     """Wrap a public function: an argument that is not of its annotated type is refused in one line.
 
     Args:
         function: with annotations.
+        called: the name that callers know it by; that of ``function`` by default.
         hints: types of arguments whose annotation cannot name them, because their module lies further up.
 
     Returns:
@@ -59,7 +60,7 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
         except TypeError as error:
             unknown = next((name for name in kwargs if name not in signature.parameters), None)
             hint = suggestion(unknown, signature.parameters) if unknown else ""
-            raise TypeError(f"{function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
+            raise TypeError(f"{called or function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
         bound.arguments.update({name: _named(value) for name, value in bound.arguments.items() if name in OF_TORCH})
         bound.arguments.update({name: _expanded(value) for name, value in bound.arguments.items() if name in PLACES})
         bound.arguments.update({name: _plain(value) for name, value in bound.arguments.items()})
