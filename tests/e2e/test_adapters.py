@@ -85,6 +85,17 @@ def test_lora_on_all_linear_layers_reaches_the_factors_trains_and_merges(family,
     assert torch.equal(logits(rankfold.load(tmp_path / "merged", device="cpu")), logits(merged))
 
 
+def test_adaption_prompts_train_where_the_attention_stays_dense():
+    peft = pytest.importorskip("peft", reason="needs peft (pip install peft)")
+    method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2, modules=("mlp",))
+    model = rankfold.compress(opened("llama"), method=method, calibration=tokens()).model
+    prompts = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(model, prompts)
+    tuned(some_ids(), labels=some_ids()).loss.backward()
+    assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
+    check_cache(tuned)
+
+
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_int8_weights_reach_every_factor(family):
     quantization = pytest.importorskip("torchao.quantization", reason="needs torchao (pip install torchao)")
