@@ -238,6 +238,8 @@ def test_what_no_argument_is_called_is_refused_with_the_name_of_the_function():
         rankfold.calibrate("model", max_lenght=3)
     with pytest.raises(TypeError, match=r"^open_model\(\): missing a required argument: 'model'$"):
         rankfold.open_model()
+    with pytest.raises(TypeError, match=r"^load_calibration\(\): missing a required argument: 'model'$"):
+        rankfold.load_calibration("text", samples=3)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

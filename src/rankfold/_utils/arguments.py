@@ -58,7 +58,8 @@ def typed(function: Callable[P, T], called: str = "", /, **hints: object) -> Cal
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            unknown = next((name for name in kwargs if name not in signature.parameters), None)
+            names = (name for name in kwargs if name not in signature.parameters)
+            unknown = next((name for name in names if repr(name) in str(error)), None)
             hint = suggestion(unknown, signature.parameters) if unknown else ""
             raise TypeError(f"{called or function.__name__}(): {error}{hint and f'; {hint.strip()}'}") from None
         bound.arguments.update({name: _named(value) for name, value in bound.arguments.items() if name in OF_TORCH})
