@@ -154,7 +154,10 @@ def read_record(place: Path) -> dict:
 
 def records_of(record: dict) -> list[dict]:
     """Return the records of the components compressed in one run, in their order; of any other run the record."""
-    return [*records_of(record["before"]), record] if "before" in record else [record]
+    found = [record]
+    while "before" in found[0]:
+        found.insert(0, found[0]["before"])
+    return found
 
 
 def _upgrade_options(record: Any) -> None:
