@@ -136,6 +136,7 @@ PROTECTED = {
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_options", "bolaco", "gradient_methods")],
         "llama or plain or stored or named or windows or alone or not_there",
     ),
+    "methods/latentllm/experts.py": ([f"{CONTRACTS}latent_experts.py"], ""),
     "methods/latentllm/factor.py": (
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "latentllm_options")],
         "errors or llama or stored",

@@ -120,6 +120,13 @@ def test_a_sketch_of_the_outputs_chooses_the_ridge_that_all_of_them_choose(monke
     assert found.after == pytest.approx(others.relative_loss(found.W), rel=1e-9)
 
 
+def test_a_correction_has_no_unit():
+    W, *moments = wide_problem(192)
+    quiet = [type(m)(*(part * 2.0**-40 for part in m)) for m in moments]
+    loud, soft = correct(W, *moments), correct(W, *quiet)
+    assert soft.strength == loud.strength > 0 and torch.equal(soft.W, loud.W) and soft.after == loud.after
+
+
 def test_a_correction_takes_little_beside_the_moments():
     """One (F, F), and a few (D, F): no copy of a moment or a factor, and one step at a time."""
     W, fit, others = wide_problem(256, 64, 64)
