@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -168,6 +168,12 @@ def reading_tensors(path: Path, remove: Path) -> Generator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); remove {remove} and start again") from error
+
+
+def read_tensors(path: Path, remove: Path) -> dict[str, Tensor]:
+    """Read a safetensors file onto the CPU; arguments and errors as for :func:`reading_tensors`."""
+    with reading_tensors(path, remove):
+        return load_file(path)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

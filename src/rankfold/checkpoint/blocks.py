@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from .._utils.files import read_json, reading_tensors, write_json, write_tensors
+from .._utils.files import read_json, read_tensors, write_json, write_tensors
 from ..methods import BlockResult
 from ..models.weights import as_written
 from ..modules import tied_weights
@@ -61,17 +60,13 @@ class BlockFiles:
     def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
         """Read a finished block; arguments as for :meth:`save_block`."""
         found, changed = self._load_report(index)
-        state = self._load(self.shards.path(place))
+        state = read_tensors(self.shards.path(place), self.folder)
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
-        beside = self._load(self._basis(index)) if self._basis(index).exists() else {}
+        beside = read_tensors(self._basis(index), self.folder) if self._basis(index).exists() else {}
         basis = beside.pop("basis", None)
         state |= beside
         kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
         return replace(found, state=kept, basis=basis)
-
-    def _load(self, file: Path) -> dict[str, Tensor]:
-        with reading_tensors(file, self.folder):
-            return load_file(file)
 
     def load_report(self, index: int) -> BlockResult:
         """Read a finished block without its tensors."""

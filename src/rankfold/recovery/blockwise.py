@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from .._utils.files import read_json, reading_tensors, write_json, write_text
+from .._utils.files import read_json, read_tensors, write_json, write_text
 from .._utils.memory import release_memory
 from .._utils.progress import track
 from .._utils.sizes import size_text
@@ -270,9 +269,7 @@ class Blockwise:
 
     def _kept(self, place: int) -> dict[str, Tensor]:
         """Return what is written of a block."""
-        path = self.shards.path(place)
-        with reading_tensors(path, self.work):
-            return load_file(path)
+        return read_tensors(self.shards.path(place), self.work)
 
     def _start(self, source: DenseModel, ids: Tensor) -> Stream:
         return start(source, ids, autocast=source.autocast, most=self.at_once)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from .._utils.evaluating import evaluating
-from .._utils.files import read_json, reading_tensors, sweep, write_json, write_tensors, writing
+from .._utils.files import read_json, read_tensors, reading_tensors, sweep, write_json, write_tensors, writing
 from .._utils.locking import lock_of, locked
 from .._utils.processes import on_first
 from .._utils.progress import track
@@ -66,9 +65,7 @@ class CachedStates(Dataset):
         """Losses of the dense model on every scored text."""
         found: Losses = {}
         path = self.folder / LOSSES
-        with reading_tensors(path, path):
-            kept = load_file(path)
-        for name, losses in sorted(kept.items()):
+        for name, losses in sorted(read_tensors(path, path).items()):
             found.setdefault(name.rpartition("/")[0], []).append(losses)
         return found
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
-from .._utils.files import read_json, reading_tensors, write_json, write_tensors
+from .._utils.files import read_json, read_tensors, write_json, write_tensors
 from .._utils.processes import broadcast, dealt, from_first, is_first, on_first, together
 from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
@@ -199,12 +198,8 @@ class Judge(TrainerCallback):
 
     def restore_best(self) -> None:
         """Give the model the weights of the best allowed state, which the first of several processes has written."""
-        self.model.load_state_dict(broadcast(self._kept() if is_first() else {}), strict=False)
-
-    def _kept(self) -> dict[str, Tensor]:
-        path = self.folder / BEST
-        with reading_tensors(path, self.folder):
-            return load_file(path)
+        best = read_tensors(self.folder / BEST, self.folder) if is_first() else {}
+        self.model.load_state_dict(broadcast(best), strict=False)
 
 
 def _mean(one: dict) -> float:
