@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rankfold.allocation import Influence, ModuleInfluence
 from rankfold.allocation.ranks import allocate, removable
-from rankfold.allocation.sparsities import round_sparsities
+from rankfold.allocation.sparsities import _spend, round_sparsities
 from rankfold.errors import OptionError
 from rankfold.methods import MoDeGPT, PrunableModule
 
@@ -146,6 +146,13 @@ def test_the_module_with_the_finest_steps_makes_up_for_the_others():
         for n in range(1, 7):
             gap = rest * n / 6 - sum(ranks[b, "mlp"] for b in range(n)) * 96
             assert -1e-6 < gap < 8 * 96 + 1e-6
+
+
+@pytest.mark.parametrize(("wanted", "budget", "found"), [([11, 20], 30, [1, 2]), ([20, 11], 30, [2, 1])])
+def test_what_is_furthest_above_its_share_goes_down_first(wanted, budget, found):
+    level = [2, 2]
+    _spend([PrunableModule(b, "mlp", (0, 1, 2), (0, 10, 20)) for b in range(2)], wanted, level, [0, 1], budget)
+    assert level == found
 
 
 def test_a_module_without_a_choice_is_not_the_one_with_the_finest_steps():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import transformers as t
+from tokenizers.processors import TemplateProcessing
 
-from rankfold.errors import DataError, NumericsError, OptionError
-from rankfold.evaluation.chat import Conversation
+from rankfold.errors import DataError, NumericsError, OptionError, UnsupportedModelError
+from rankfold.evaluation.chat import Conversation, open_conversation
 from rankfold.evaluation.generation import continue_text
 from saved import save_tiny
+from tiny_encoders import tiny_encoder
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -132,6 +134,26 @@ def test_a_sampled_answer_depends_on_the_seed_and_the_turn_alone(model, tokenize
     torch.manual_seed(9)
     first = answers(0)
     assert first == answers(0) != answers(1)
+    talk = Conversation(model, tokenizer, max_new_tokens=6, temperature=2.0)
+    assert said(talk, "hello") == first[0]
+
+
+def test_a_template_writes_its_own_start_token(model, tokenizer, given):
+    start = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+    talk = Conversation(model, tokenizer, max_new_tokens=2)
+    said(talk, "hello")
+    assert given[-1].tolist().count(tokenizer.bos_token_id) == 1
+    tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
+    talk = Conversation(model, tokenizer, max_new_tokens=2)
+    said(talk, "hello")
+    assert given[-1].tolist().count(tokenizer.bos_token_id) == 1
+
+
+def test_a_model_that_writes_nothing_is_named(tmp_path):
+    tiny_encoder("bert").save_pretrained(tmp_path / "reads")
+    with pytest.raises(UnsupportedModelError, match=str(tmp_path / "reads")):
+        open_conversation(tmp_path / "reads", max_new_tokens=2, temperature=0.0)
 
 
 @pytest.mark.parametrize("template", ["", TEMPLATE.replace("tool", "system")], ids=["none", "without"])
