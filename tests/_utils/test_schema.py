@@ -24,7 +24,7 @@ VALUES = st.recursive(
 def some(kind):
     """Values that a kind describes."""
     if isinstance(kind, Maybe):
-        return st.none() | some(kind.kind)
+        return st.none() | st.deferred(lambda: some(kind.kind))  # a kind may have itself in it
     if isinstance(kind, OneOf):
         return st.sampled_from(kind.values)
     if isinstance(kind, Each):

@@ -49,6 +49,8 @@ waits: Counter[str] = Counter()  # line of rankfold -> how often the host waited
 class Pretend(torch.Tensor):
     """A tensor of the pretend device."""
 
+    __module__ = "torch"  # other classes of tensors are those of quantisers
+
     inner: torch.Tensor
 
     @staticmethod
