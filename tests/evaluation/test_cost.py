@@ -1,6 +1,7 @@
 """Costs against what is known: bytes of files, a memory block of known size, a clock that is turned by hand."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from rankfold.evaluation.cost import Cost, bytes_on_disk, peak_memory
 from rankfold.evaluation.speed import speed
 from rankfold.report.record import environment
 from saved import save_gguf, save_tiny
+
+TELLS_PEAKS = os.access("/proc/self/clear_refs", os.W_OK)
 
 
 def test_bytes_on_disk_are_those_of_the_weights(tmp_path):
@@ -77,7 +80,7 @@ def test_peak_memory_is_the_weights_and_what_a_run_takes(monkeypatch):
     ids = torch.zeros(1, 4, dtype=torch.long)
     monkeypatch.setattr(module, "run", lambda *_: torch.ones(64 * mib // 4).sum())
     peak = peak_memory(model, ids, 1)
-    if peak is None:
+    if peak is None and not TELLS_PEAKS:
         pytest.skip("this system does not tell a process its peak memory")
     # Pages are counted in bundles, and a little was there already.
     assert 63 * mib <= peak - sum(held.values()) < 72 * mib
@@ -92,7 +95,7 @@ def test_garbage_that_is_freed_meanwhile_hides_no_memory(monkeypatch):
     circle = [torch.ones(128 * mib // 4)]
     circle.append(circle)
     del circle
-    if (peak := peak_memory(model, ids, 1)) is None:
+    if (peak := peak_memory(model, ids, 1)) is None and not TELLS_PEAKS:
         pytest.skip("this system does not tell a process its peak memory")
     assert peak > 63 * mib
 
