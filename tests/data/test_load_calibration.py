@@ -405,6 +405,11 @@ def test_rows_and_strings_of_other_libraries_are_texts(model):
         assert load(data, model).ids.equal(expected.ids), type(data)
 
 
+def test_a_model_of_text_alone_takes_the_text_beside_pictures(model):
+    rows = [{"image": n, "text": f"a class of {n} values and a list of them, number {n}. " * 20} for n in range(30)]
+    assert load(rows, model).ids.equal(load([{"text": row["text"]} for row in rows], model).ids)
+
+
 def test_a_word_as_long_as_the_name_of_a_file_may_be_one(model):
     with pytest.raises(DataError, match="no text at 'x{255}'"):
         load(["x" * 255], model)
