@@ -51,10 +51,14 @@ class MayBePath:
     def check(self, name: str, given: set[str], values: Mapping[str, Any], chosen: set[str]) -> None:
         value = values[name]
         for place in value if isinstance(value, list | tuple) else [value]:
-            home = HOME.search(str(place))
-            if home and os.path.expanduser(home[1]) == home[1]:
-                label = "MODEL" if name == "model" else flag(name)
-                raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
+            _check_home(name, place)
+
+
+def _check_home(name: str, place: object) -> None:
+    home = HOME.search(str(place))
+    if home and os.path.expanduser(home[1]) == home[1]:
+        label = "MODEL" if name == "model" else flag(name)
+        raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
 
 
 def check_rules(context: typer.Context, given: set[str]) -> None:
@@ -68,7 +72,7 @@ def check_rules(context: typer.Context, given: set[str]) -> None:
     """
     for name, value in context.params.items():
         if isinstance(value, Path):  # a shell leaves --output=~/small as it is, and so does a file of --config
-            MayBePath().check(name, given, context.params, set())
+            _check_home(name, value)
             context.params[name] = value.expanduser()
     chosen = given | {name for name, value in (context.default_map or {}).items() if value}
     for name, parameter in inspect.signature(present(context.command.callback), eval_str=True).parameters.items():

@@ -17,7 +17,7 @@ from .folders import check_file, check_folder, raw_config
 from .hub import locate, repository_of
 from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
-from .weights import KNOWN, Weights, is_packed
+from .weights import Weights, is_known
 
 # Quantiser -> config of transformers that undoes it.
 DEQUANTISES = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
@@ -125,7 +125,7 @@ def check_plain(model: nn.Module) -> None:
     if hasattr(model, "peft_config"):
         merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
         raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
-    packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), None)
+    packed = next((name for name, weight in model.named_parameters() if not is_known(weight)), None)
     if packed and not getattr(model, "is_quantized", False):  # else its config has the quantiser, and its own saving
         kind = type(model.get_parameter(packed)).__name__
         raise UnsupportedModelError(
@@ -185,8 +185,7 @@ def check_tied(model: nn.Module) -> None:
 def _check_layers(model: nn.Module, architecture: Architecture) -> None:
     """Projections are read as their weight; a layer that computes anything else would be replaced by something else."""
     for name, layer in model.get_submodule(architecture.blocks).named_modules():
-        own = type(layer).__module__.partition(".")[0] not in KNOWN
-        if isinstance(layer, nn.Linear) and (own or hasattr(layer, "parametrizations")):
+        if isinstance(layer, nn.Linear) and (not is_known(layer) or hasattr(layer, "parametrizations")):
             raise UnsupportedModelError(
                 f"{architecture.blocks}.{name} is a {type(layer).__name__}, which may compute something else than its "
                 "weight says; replace it by nn.Linear"

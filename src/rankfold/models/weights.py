@@ -313,9 +313,9 @@ def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
         setattr(place, name, there)
 
 
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is of a quantiser's own class, which shows floats and holds codes and scales."""
-    return type(tensor).__module__.partition(".")[0] not in KNOWN
+def is_known(thing: torch.Tensor | nn.Module) -> bool:
+    """Tell whether a tensor or layer is PyTorch's or transformers'; a quantiser's shows floats and holds codes."""
+    return type(thing).__module__.partition(".")[0] in KNOWN
 
 
 def check_finite(state: dict[str, torch.Tensor]) -> None:
@@ -325,7 +325,7 @@ def check_finite(state: dict[str, torch.Tensor]) -> None:
     numbers, are passed over, and those of a quantiser, which has no ranges.
     """
     floats = {name: x for name, x in state.items() if x.is_floating_point() and x.numel()}
-    there = {name: x for name, x in floats.items() if not (x.is_meta or is_packed(x))}
+    there = {name: x for name, x in floats.items() if not x.is_meta and is_known(x)}
     ends = defaultdict(list)
     for tensor in there.values():
         ends[tensor.device] += torch.aminmax(tensor)
