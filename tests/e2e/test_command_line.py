@@ -324,6 +324,20 @@ def test_where_nothing_can_be_printed(place):
     assert outside(place, "methods >&- 2>&- <&-").returncode == 0
 
 
+@pytest.mark.parametrize("line", ["methods", "compress --help", "nonsense 2>&1"])  # by rich, by typer, and an error
+def test_where_nobody_reads_what_is_printed(place, line):
+    """Quiet, and the exit code that a shell has of other commands there; 1 would mean a failed row of `compare`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            f"{sys.executable} -m rankfold {line}", shell=True, cwd=place, stdout=writing, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
 def test_a_closed_folder_is_one_line(run, place):
     (place / "closed").mkdir(mode=0)

@@ -15,7 +15,8 @@ INTERRUPTED = "interrupted; an unfinished run continues when it is started again
 def main() -> None:
     """Run ``rankfold``: exit with 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted.
 
-    1 where `rankfold compare` has finished and some of its rows failed; 3 where training gained nothing.
+    1 where `rankfold compare` has finished and some of its rows failed; 3 where training gained nothing; 141 where
+    nobody reads on what is printed.
     """
     if _is_other_process():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -33,6 +34,11 @@ def main() -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
+    except (BrokenPipeError, SystemExit) as error:
+        # typer and rich exit with 1 then, which is another thing here.
+        if not isinstance(error if isinstance(error, OSError) else error.__context__, BrokenPipeError):
+            raise
+        os._exit(141)  # what a shell has of `git` and `cat` there; Python would fail to flush
     except OSError as error:
         from .command import explain
 
