@@ -163,12 +163,17 @@ def test_the_last_layer_of_a_mamba_mixer_has_no_adapter():
 
 
 def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):
+    """A copy of a folder that nobody may write, too, gets a record and a card of its own."""
     hurt = {**OPTIONS, "lr": 30.0, "tokens": 4096}
+    shutil.copytree(place / "small", tmp_path / "small")
+    for path in (tmp_path / "small", *(tmp_path / "small").iterdir()):
+        path.chmod(path.stat().st_mode & ~0o222)
     result = recover(
-        place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **hurt
+        tmp_path / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **hurt
     )
     assert not result.recovered
     assert "NOTHING WAS RECOVERED" in caplog.text
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "out", *(tmp_path / "out").iterdir()))
     before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
     assert all(torch.equal(after[name], p) for name, p in before.items())
 

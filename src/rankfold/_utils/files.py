@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ def sync_files(place: Path) -> None:
     """Make a file, or all that is in a folder, durable, whoever wrote it."""
     for path in [*sorted(place.rglob("*")), place]:
         (sync_folder if path.is_dir() else _sync)(path)
+
+
+def copy_folder(folder: Path, to: Path) -> None:
+    """Copy what is in a folder without its permissions: nothing could be added to the copy of a read-only one."""
+    to.mkdir()
+    for path in folder.iterdir():
+        (copy_folder if path.is_dir() else shutil.copyfile)(path, to / path.name)
 
 
 def sweep(folder: Path) -> None:

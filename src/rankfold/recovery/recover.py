@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
-from .._utils.files import write_json, write_text
+from .._utils.files import copy_folder, write_json, write_text
 from .._utils.processes import on_first, process_count
 from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described
@@ -268,7 +268,7 @@ class Recovery:
         recovered = record["recovery"]["recovered"]
         with creating(output) as unfinished:
             if not recovered and self.given.folder is not None:
-                shutil.copytree(self.given.folder, unfinished)
+                copy_folder(self.given.folder, unfinished)
             else:
                 run.write(unfinished)
             if "plan" in record and not (recovered and self.settings.adapter):
