@@ -125,8 +125,12 @@ def test_json_that_is_missing_or_damaged_is_named(tmp_path, content):
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"/run\.json is missing or damaged \("):
+    with pytest.raises(CheckpointError, match=r"/run\.json is missing or damaged \(.*; copy or make it again"):
         read_json(path)
+    with pytest.raises(
+        CheckpointError, match=rf"/run\.json is missing or damaged \(.*; remove {tmp_path} and start again"
+    ):
+        read_json(path, tmp_path)
 
 
 def test_tensors_come_back_with_their_metadata_whatever_their_memory(tmp_path):

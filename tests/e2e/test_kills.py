@@ -216,6 +216,36 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path, monkeypa
         rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
 
 
+def test_a_damaged_file_of_an_unfinished_run_names_the_folder_to_remove(tmp_path, monkeypatch, source, subtests):
+    def again():
+        method = MoDeGPT(sparsity=0.3, rank_multiple=2)
+        return rankfold.compress(source, method=method, calibration=tokens(4), output=tmp_path / "out")
+
+    partial, decompose = tmp_path / "out.partial", MoDeGPT.decompose
+
+    def killed(self, view, *args):
+        if view.index == 1:
+            raise KeyboardInterrupt
+        return decompose(self, view, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MoDeGPT, "decompose", killed)
+        again()
+    found = sorted(partial.glob("*.json"))
+    assert {"run.json", "block-00000.json"} <= {path.name for path in found}
+    for path in found:
+        with subtests.test(path.name):
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            with pytest.raises(
+                CheckpointError, match=rf"{path.name} is .*damaged .*; remove \S+out\.partial and start"
+            ):
+                again()
+            path.write_bytes(content)
+    shutil.rmtree(partial)
+    assert again().output
+
+
 def test_what_is_not_a_run_is_left_alone(tmp_path, source):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("mine")

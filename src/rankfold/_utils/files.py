@@ -143,22 +143,26 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remove: Path | None = None) -> dict[str, Any]:
     """Read a JSON object.
+
+    Args:
+        remove: the file, or the folder that is of no use without it, where the run that wrote it can begin again.
 
     Raises:
         CheckpointError: missing or damaged.
     """
     damaged = f"{path} is missing or damaged"
+    advice = f"remove {remove} and start again" if remove else "copy or make it again"
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
             raise CheckpointError(f"{damaged} (it is not a file); remove it")
         value = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(value, allow_nan=False)  # Python reads NaN, which is no JSON
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{damaged} ({error}); copy or make it again") from error
+        raise CheckpointError(f"{damaged} ({error}); {advice}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__}); copy or make it again")
+        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__}); {advice}")
     return value
 
 

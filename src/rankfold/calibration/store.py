@@ -222,7 +222,7 @@ def _check_folder(folder: Path, identity: dict) -> None:
     if names and not known:
         raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
     for name in sorted(known):
-        found = upgrade_calibration(read_json(folder / name))
+        found = upgrade_calibration(read_json(folder / name, folder))
         if found != identity:
             other = ", ".join(sorted(key for key in identity if found.get(key) != identity[key]))
             raise CheckpointError(

@@ -74,7 +74,7 @@ class BlockFiles:
 
     def _load_report(self, index: int) -> tuple[BlockResult, set[str]]:
         """And the tensors that changed in modules that are kept."""
-        facts = read_json(self._report(index))
+        facts = read_json(self._report(index), self.folder)
         return BlockResult(facts["modules"], {}, facts["reports"]), set(facts["changed"])
 
     def check(self, config, source) -> PreTrainedModel:

@@ -88,9 +88,9 @@ class RunFolder:
         if not os.path.lexists(self.path):
             return None
         if (self.path / CONFIG).exists():
-            return upgrade_calibration(read_json(self.path / CONFIG))
+            return upgrade_calibration(read_json(self.path / CONFIG, self.path))
         if self.complete:
-            return _identified(upgrade_calibration(read_json(self.path / RECORD)), self.identity)
+            return _identified(upgrade_calibration(read_json(self.path / RECORD, self.path)), self.identity)
         if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {f"{CONFIG}.tmp"}:
             raise CheckpointError(
                 f"{self.path} exists and is not an unfinished run; remove it or choose another output"
@@ -113,7 +113,7 @@ class RunFolder:
     def earlier(self) -> dict | None:
         """Record of the component that was compressed first, once it is done."""
         found = sorted(self.before.glob(f"*/{RECORD}"))
-        return upgrade_calibration(read_json(found[0])) if found else None
+        return upgrade_calibration(read_json(found[0], self.path)) if found else None
 
     def _remove_if_empty(self) -> None:
         """Remove a run that ended in an error where nothing in it is worth keeping."""
@@ -138,7 +138,7 @@ class RunFolder:
 
     def go_on_counting(self) -> None:
         """Add the seconds that earlier processes left."""
-        if kept := from_first(lambda: read_json(self.seconds) if self.seconds.exists() else None):
+        if kept := from_first(lambda: read_json(self.seconds, self.path) if self.seconds.exists() else None):
             go_on_from(kept)
 
     def write_rest(self, source, config, card: str, record: dict) -> dict:

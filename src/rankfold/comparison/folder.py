@@ -111,7 +111,7 @@ class Folder:
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        row = read_json(self._row(key))
+        row = read_json(self._row(key), self._row(key))
         check_record(row, ROW, self._row(key))
         return row
 

@@ -422,7 +422,7 @@ def read_costs(path: Path) -> RankCosts:
         CheckpointError: it is not what :func:`write_costs` wrote.
     """
     try:
-        rows = read_json(path)["costs"]
+        rows = read_json(path, path.parent)["costs"]
         return {(block, module): {int(rank): float(c) for rank, c in cost} for block, module, cost in rows}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); remove {path.parent} and start again") from error

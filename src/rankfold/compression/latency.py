@@ -198,7 +198,7 @@ def read_latency_table(path: Path) -> LatencyTable:
         CheckpointError: it is not what :func:`write_latency_table` wrote.
     """
     try:
-        facts = read_json(path)
+        facts = read_json(path, path.parent)
         tables = tuple(
             ModuleLatency(
                 tuple(row["blocks"]), row["module"], int(row["full"]), {int(r): float(s) for r, s in row["saved"]}

@@ -291,7 +291,7 @@ class Blockwise:
         if report.exists():  # written after the shard
             state = {name.removeprefix(prefix): tensor for name, tensor in self._kept(view.index).items()}
             view.module.load_state_dict(state)
-            return read_json(report)
+            return read_json(report, self.work)
         found = self._train(view, targets, unseen)
         state = view.module.state_dict()
         self.shards.write(

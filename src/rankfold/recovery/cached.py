@@ -92,7 +92,7 @@ class CachedStates(Dataset):
                     raise CheckpointError(f"{self.folder} holds something else; choose a new folder, or remove it")
                 self.folder.mkdir(exist_ok=True)
             return write_json(path, identity)
-        found = read_json(path)
+        found = read_json(path, self.folder)
         if found != identity:
             raise CheckpointError(
                 f"{self.folder} holds the predictions of another model or on other texts "

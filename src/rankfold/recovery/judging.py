@@ -154,7 +154,7 @@ class Judge(TrainerCallback):
 
     def _scored(self) -> list[dict]:
         path = self.folder / HISTORY
-        return read_json(path)["scores"] if path.exists() else []
+        return read_json(path, self.folder)["scores"] if path.exists() else []
 
     @property
     def best(self) -> dict:

@@ -123,7 +123,7 @@ class Clock(TrainerCallback):
 
     def __init__(self, work: Path):
         self.path = work / SECONDS
-        before = from_first(lambda: read_json(self.path)["seconds"] if self.path.exists() else 0.0)
+        before = from_first(lambda: read_json(self.path, work)["seconds"] if self.path.exists() else 0.0)
         self.begin = time.monotonic() - before
 
     @property
@@ -174,7 +174,7 @@ def last_checkpoint(folder: Path) -> str | None:
     if not whole:
         return None
     last = whole[max(whole)]
-    for name, size in read_json(last / DONE).items():
+    for name, size in read_json(last / DONE, last).items():
         if not (last / name).exists() or (last / name).stat().st_size != size:
             raise CheckpointError(
                 f"{last / name} is missing or damaged; remove {last}, and the same command trains from the beginning"

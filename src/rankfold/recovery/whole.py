@@ -225,7 +225,7 @@ class WholeModel:
                 lambda: torch.cat(token_losses(self.network, Head(self.student), unseen)),
             )
             on_first(lambda: write_json(path, {"lr": found}))
-        return from_first(lambda: read_json(path))["lr"]
+        return from_first(lambda: read_json(path, path.parent))["lr"]
 
     def _announced(self, args: TrainingArguments) -> tuple[int, int]:
         """Say what is trained, for how long and in how much memory; return how many weights, and the bytes.
@@ -311,5 +311,5 @@ def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, tri
         left = seconds - (scores + 2) * scoring  # two before and after training
         found = {"scores": scores, "steps": max(1, int(left / max(gather(time.monotonic() - begin))))}
         on_first(lambda: write_json(path, found))
-    found = from_first(lambda: read_json(path))
+    found = from_first(lambda: read_json(path, path.parent))
     return found["scores"], found["steps"]
