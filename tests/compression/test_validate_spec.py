@@ -13,7 +13,7 @@ from transformers.models.granite_swa.configuration_granite_swa import GraniteSWA
 
 import rankfold
 from families import GQA, IDS, KINDS, SHAPE, cached_numbers, some_ids, tiny_model, tokens
-from rankfold._utils.evaluating import states_of_tokens
+from rankfold._utils.evaluating import cache_for, states_of_tokens
 from rankfold.architectures import (
     Architecture,
     AttentionSpec,
@@ -170,6 +170,31 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert torch.equal(less, again)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     assert 0 < (less - dense).norm() < dense.norm()
+
+
+@torch.no_grad()
+def test_queries_that_grow_with_their_position_do_so_behind_what_a_proof_runs(tmp_path):
+    """As of Ministral 3, beyond the text that it was trained on first."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 1.0}
+    config = t.Ministral3Config(
+        **GQA, **IDS, head_dim=8, rope_parameters=rope | {"original_max_position_embeddings": 32}
+    )
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=0.3)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.view(2, 8, -1)[:, 4:] = 0  # what is taken here is no loss
+    small = rankfold.compress(
+        model, 0.02, method="modegpt", modules=("vo",), rank_multiple=2, calibration=tokens(), output=tmp_path / "small"
+    ).model
+    assert type(small.model.layers[0].self_attn).__name__ == "CompressedAttention"
+    ids = some_ids(length=120)
+    torch.testing.assert_close(small(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
+    cache = t.DynamicCache(config=model.config)
+    steps = [small(part, use_cache=True, **cache_for(small, cache)).logits for part in ids.split([100, 19, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-4, atol=1e-3)
 
 
 def test_no_stock_model_of_such_a_family_is_narrower(tmp_path):

@@ -229,6 +229,7 @@ class AttentionView:
             value = getattr(self.module, name, getattr(self.config, name, default))
             return value.p if isinstance(value, nn.Dropout) else value
 
+        factor, step = self._growth()
         scale = self.spec.scaling
         scale = self.head_dim**-0.5 if scale is None else float(setting(scale) if isinstance(scale, str) else scale)
         return {
@@ -236,6 +237,8 @@ class AttentionView:
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "scaling": scale,
+            "growth": factor,
+            "growth_step": step,
             "rotary_base": self.spec.rotary_base,
             "window": self._window(),
             "alibi": self.spec.position == "alibi",
@@ -250,6 +253,13 @@ class AttentionView:
             "causal": self.causal,
             "sinks": self.spec.sinks is not None,
         }
+
+    def _growth(self) -> tuple[float | None, float | None]:
+        """By what factor queries grow with their position, and after how many each time."""
+        if self.spec.growth is None:
+            return None, None
+        factor, step = (self.config.rope_parameters.get(field) for field in self.spec.growth)
+        return (factor, step) if factor else (None, None)
 
     def _window(self) -> int | None:
         """How far back this layer sees, where it masks the rest itself."""

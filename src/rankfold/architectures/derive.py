@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .linear import read_linear
-from .spec import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer
+from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,6 +182,7 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         kv_heads=kv_heads,
         width=None,  # nothing here shows that the class asks the config; heads of a stock model keep theirs
         position="rope" if rotary else "none",
+        growth=LLAMA_4_GROWTH if LLAMA_4_GROWTH[0] in (getattr(config, "rope_parameters", None) or {}) else None,
         sinks="sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else None,
         qk_norm=norms,
         norm_over=over,

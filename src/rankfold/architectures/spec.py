@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 T = TypeVar("T", covariant=True)
+LLAMA_4_GROWTH = ("llama_4_scaling_beta", "original_max_position_embeddings")
 QKVLayout = Literal["split", "concat", "grouped"]
 Position = Literal["rope", "alibi", "none"]
 
@@ -69,6 +70,9 @@ class AttentionSpec:
     # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer,
     # and the field of the config for the window; None: it is handed all there is to mask.
     window: tuple[str, str] | None = None
+    # Fields of `rope_parameters`: the factor b and the positions n of a step, of queries that grow with their position
+    # p, by 1 + b log(1 + floor(p / n)), so that attention to a long text stays sharp; None: they do not.
+    growth: tuple[str, str] | None = None
     # Attribute with a learned score per query head that stands in the softmax beside those of the keys (an attention
     # sink): then a shift of all scores of a query counts too. None: there is none.
     sinks: str | None = None

@@ -18,6 +18,7 @@ from .kernels import (
     attend_one,
     by_place,
     eager_attention,
+    grown_at,
     of_one_length,
     rotary_table,
     take_cache,
@@ -63,6 +64,7 @@ class CompressedAttention(nn.Module):
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim, self.interleaved_table = spec.get("rotary_dim", 0), spec.get("interleaved_table", False)
         self.rotary_base = spec.get("rotary_base")  # of a family whose attention makes its angles itself
+        self.growth, self.growth_step = spec.get("growth"), spec.get("growth_step")  # of queries, with their position
         self.o_proj = build_layer(spec["o"]) if "o" in spec else None  # in BERT it belongs to what surrounds this
         self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
         if self.qkv_proj is None:
@@ -156,6 +158,8 @@ class CompressedAttention(nn.Module):
             tables = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
         if self.rotary_dim:
             query, key = self._rotate(query, key, *tables)
+        if self.growth:
+            query = query * grown_at(kwargs["position_ids"], self.growth, self.growth_step).to(query.dtype)
         return query.transpose(1, 2), key
 
     def _rotate(self, query, key, cos, sin):

@@ -8,6 +8,8 @@ _MAY_BE_ZERO = {"linear": ("in", "out"), "attention": ("qk_dim", "vo_dim"), "pac
 _FAMILYS_OWN = {  # numbers of an attention that its family sets -> what they may be, and which are
     "scaling": ("a number", math.isfinite),
     "softcap": ("a positive number", lambda value: 0 < value < math.inf),
+    "growth": ("a number", math.isfinite),
+    "growth_step": ("a positive number", lambda value: 0 < value < math.inf),
     "rotary_base": ("a positive number", lambda value: 0 < value < math.inf),
     "rotary_dim": ("an even number", lambda value: value >= 0 and value % 2 == 0),
     "window": ("an integer that is not negative", lambda value: isinstance(value, int) and value >= 0),
@@ -45,6 +47,8 @@ def check_attention(spec: dict) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and is_so(value)):
             raise ValueError(f"{key!r} of an attention must be {allowed}, got {value!r}")
+    if spec.get("growth") and not spec.get("growth_step"):
+        raise ValueError("'growth' of an attention needs a 'growth_step', the positions between two steps")
     heads, kv_heads, qk_dim, vo_dim = (spec[key] for key in ("heads", "kv_heads", "qk_dim", "vo_dim"))
     if heads % kv_heads:
         raise ValueError(f"kv_heads of an attention must divide its {heads} heads, got {kv_heads}")

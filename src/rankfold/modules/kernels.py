@@ -73,6 +73,11 @@ def angles_at(positions, base, rotary_dim):
     return angles.cos(), angles.sin()
 
 
+def grown_at(positions, factor, step):
+    """By what queries are multiplied at every position, (B or 1, T, 1, 1): the scale of Llama 4 for long texts."""
+    return (1 + factor * torch.log1p(torch.floor(positions / step)))[..., None, None]
+
+
 def within(window, mask, new, length, device):
     """A causal mask without what is ``window`` or more positions back."""
     back = torch.arange(length - new, length, device=device)[:, None] - torch.arange(length, device=device)
