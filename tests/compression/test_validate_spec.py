@@ -172,6 +172,13 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert 0 < (less - dense).norm() < dense.norm()
 
 
+def test_attention_of_which_later_blocks_have_more_stays_dense():
+    """As MiniMax M3, whose first blocks lack the indexer of the others; of the few tokens of a proof it chooses all."""
+    model = unknown("ministral")
+    model.model.layers[2].self_attn.indexer = nn.Linear(32, 8)
+    assert derive(model).attention.beyond == "its attention has indexer too"
+
+
 @torch.no_grad()
 def test_queries_that_grow_with_their_position_do_so_behind_what_a_proof_runs(tmp_path):
     """As of Ministral 3, beyond the text that it was trained on first."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .linear import read_linear
-from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer
+from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer, part_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def derive(model: "PreTrainedModel") -> Architecture:
     found = Architecture(
         model_type=config.model_type,
         blocks=path,
-        attention=_attention_spec(name, module, model, config),
+        attention=_attention_spec(name, module, model, blocks, config),
         mlp=None if plain is None else _mlp(_outside(plain, places), config),
         experts=next(filter(None, experts), None),
         mixers=mixers,
@@ -161,7 +161,7 @@ def _field(width: int, config) -> str | None:
     return next((name for name in WIDTHS if getattr(config, name, None) == width), None)
 
 
-def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> AttentionSpec:
+def _attention_spec(path: str, module: nn.Module, model: nn.Module, blocks: nn.ModuleList, config) -> AttentionSpec:
     layers = linear_layers(module)
     qkv = _qkv(layers)
     output = _one_output(layers, qkv, config)
@@ -170,7 +170,9 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         why = f"its attention projects by {', '.join(layers)}, which are not queries, keys and values"
         return left_dense(AttentionSpec(path, output, (), kv_heads=kv_heads), why)
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
-    others = [name for name in layers if name not in (*qkv, output)]
+    # Of all blocks: some have an indexer that the first lacks, and it chooses among more tokens than a proof runs.
+    every = dict.fromkeys(name for block in blocks for name in linear_layers(part_at(block, path) or nn.Identity()))
+    others = [name for name in every if name not in (*qkv, output)]
     if scaling is None and not others:
         raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))
     rotary = any(type(m).__name__.endswith("RotaryEmbedding") for m in model.modules())
