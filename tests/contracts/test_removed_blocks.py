@@ -13,6 +13,7 @@ from activations import blocks_of
 from families import CONFIGS, GQA, IDS, some_ids, tokens
 from rankfold import make_method
 from rankfold.allocation import block_weights
+from rankfold.architectures import registry
 from rankfold.errors import OptionError, UnsupportedModelError
 from tiny_encoders import ENCODERS, batch_of, samples_of, states
 
@@ -178,9 +179,11 @@ def test_a_language_model_receives_the_same_states_of_its_tower(named, gone, tmp
     torch.testing.assert_close(torch.cat(list(found)), torch.cat(list(expected)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["shortgpt", "sleb"])
-def test_blocks_that_images_are_added_behind_stay(method):
+@pytest.mark.parametrize("method, derived", [("shortgpt", False), ("sleb", False), ("shortgpt", True)])
+def test_blocks_that_images_are_added_behind_stay(method, derived, monkeypatch):
     """By their number: images would be added behind others."""
+    if derived:  # as of Qwen3-VL-MoE
+        monkeypatch.delitem(registry._BY_TYPE, "qwen3_vl_text")
     config = tiny_pairs.FAMILIES["qwen3_vl"].config()
     config.text_config.num_hidden_layers = BLOCKS
     config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0, 1]

@@ -54,6 +54,9 @@ def derive(model: "PreTrainedModel") -> Architecture:
         mlp=None if plain is None else _mlp(_outside(plain, places), config),
         experts=next(filter(None, experts), None),
         mixers=mixers,
+        images_behind_blocks=bool(
+            getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", ())
+        ),
         derived=True,
     )
     if found.attention.beyond and found.mlp is None and found.experts is None:
