@@ -6,6 +6,7 @@ import transformers
 
 import rankfold
 from families import CONFIGS, KINDS, opened, some_ids, tokens
+from rankfold.errors import UnsupportedModelError
 from rankfold.modules import CompressedAttention, RankfoldConfig
 from rankfold.modules.sparse import SparseCorrection
 from rankfold.modules.tensors import QuantizedTensor
@@ -112,3 +113,11 @@ def test_the_first_blocks_alone(auto, tmp_path):
     config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
     with pytest.raises(rankfold.RankfoldError, match="model.layers.2"):
         rankfold.load(small, device="cpu")
+
+
+def test_an_encoder_of_an_unknown_family_is_refused_for_what_it_is():
+    """transformers does load it, as an encoder with a head."""
+    config = transformers.DistilBertConfig(dim=32, hidden_dim=48, n_layers=1, n_heads=4, vocab_size=96)
+    for cls in (transformers.DistilBertForMaskedLM, transformers.DistilBertModel):
+        with pytest.raises(UnsupportedModelError, match="^model type 'distilbert' has no spec, and one is derived"):
+            rankfold.open_model(cls(config), device="cpu")

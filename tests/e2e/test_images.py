@@ -39,10 +39,10 @@ def test_the_language_model_shrinks_and_images_are_still_seen(dense, tmp_path):
 
 
 def test_a_model_that_is_neither_a_language_model_nor_an_encoder_is_refused_in_one_line(tmp_path):
-    model = t.AlbertModel(t.AlbertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=96))
+    model = t.T5EncoderModel(t.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=96))
     model.save_pretrained(tmp_path)
     for given in (tmp_path, model):
         with pytest.raises(
-            UnsupportedModelError, match="model type 'albert' as AlbertModel is not one that transformers"
+            UnsupportedModelError, match="model type 't5' as T5EncoderModel is not one that transformers"
         ):
             rankfold.open_model(given)

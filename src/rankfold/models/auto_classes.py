@@ -33,11 +33,15 @@ def auto_class(config, name: str | None = None):
     if decoder and text_alone is not None:
         both = sees not in (None, text_alone)  # the type also gives the language model of a model that sees
         return AutoModelForImageTextToText if both and named == sees.__name__ else AutoModelForCausalLM
-    heads = HEADS if family else HEADS[:1]  # of an unknown family, a language model that sees images
-    for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in heads), *([AutoModel] if family else [])):
+    for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in HEADS), AutoModel):
         found: Any = auto._model_mapping.get(type(config), None)
         if found is not None and (found.__name__ == named if named else auto is AutoModel):
-            return auto
+            if family or auto is AutoModelForImageTextToText:
+                return auto
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} has no spec, and one is derived only for causal language models and "
+                "models for images and text; `rankfold models` lists the encoders there are"
+            )
     raise UnsupportedModelError(
         f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a "
         "causal language model, an encoder with or without a head, or a model for images and text; "
