@@ -136,14 +136,15 @@ def measure(models: dict, dense: Path, small: Path, held_out: Path) -> tuple[dic
 
     import rankfold
     from rankfold.checkpoint.load import load_tokenizer
+    from rankfold.evaluation.cost import bytes_on_disk
     from rankfold.evaluation.generation import continue_text
     from rankfold.evaluation.perplexity import windows_of
     from rankfold.evaluation.speed import speed
     from rankfold.models.devices import autocast_dtype
 
     facts = {name: sizes(model) for name, model in models.items()}
-    facts["before"]["bytes_on_disk"] = dense.stat().st_size
-    facts["after"]["bytes_on_disk"] = sum(shard.stat().st_size for shard in small.glob("*.safetensors"))
+    for name, place in (("before", dense), ("after", small)):
+        facts[name]["bytes_on_disk"] = bytes_on_disk(place)
     for model in models.values():
         model.float()
     tokenizer = load_tokenizer(small)
@@ -183,7 +184,8 @@ def sizes(model) -> dict:
 
 def check_plan(plan: dict, before: dict, after: dict) -> None:
     """What was announced before any weight changed is what the loaded models have."""
-    pairs = [("bytes_on_disk", plan["source_bytes"], before["bytes_on_disk"])]
+    on_disk = "bytes_on_disk"
+    pairs = [(on_disk, plan["source_bytes"], before[on_disk]), (on_disk, plan["bytes_after"], after[on_disk])]
     for key in ("parameters", "bytes", "kv_bytes_per_token"):
         pairs += [(key, plan[key], before[key]), (key, plan[f"{key}_after"], after[key])]
     for key, planned, measured in pairs:

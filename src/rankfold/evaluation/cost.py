@@ -90,7 +90,7 @@ def _facts(name: str, model: PreTrainedModel, tokens: int) -> dict:
 
 
 def bytes_on_disk(model: str | Path) -> int:
-    """Size of the files that the weights are in: safetensors shards, or the ``.gguf`` file.
+    """Size of the weights in safetensors shards, or of the ``.gguf`` file.
 
     Raises:
         CheckpointError: there are none.

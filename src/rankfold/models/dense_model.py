@@ -41,7 +41,8 @@ class DenseModel:
         weights: where blocks are read from; ``None`` where all are in memory.
         processors: what makes its inputs, the tokenizer first.
         revision: commit on the hub; ``None`` where the model is from elsewhere.
-        bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
+        bytes_on_disk: of the weights in safetensors files, or of the ``.gguf`` file; ``None`` for a model that the
+            caller holds.
         overlaps: read the next block and write the last one while this one is computed. It costs the host the memory of
             two blocks, so they have to fit, and gains nothing where the processor that computes also reads.
     """

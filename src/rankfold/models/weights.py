@@ -93,9 +93,9 @@ class Weights(TensorReader):
 
     @property
     def bytes_on_disk(self) -> int:
-        """Size of the files."""
+        """Size of the files without their headers, which grow with names, not with weights."""
         files = {part.file for place in self.places.values() for part in place.parts}
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size - _header_bytes(file) for file in files)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,6 +217,12 @@ def _renamed(places: dict[str, Placed], prefix: str, wanted: set[str]) -> dict[s
 def _open(file: Path):
     with reporting(CheckpointError, f"{file} is not a readable safetensors file", "download or copy it again"):
         return safe_open(file, framework="pt")
+
+
+def _header_bytes(file: Path) -> int:
+    """Count the bytes before the tensors of a safetensors file: eight that hold a length, and a JSON of that length."""
+    with file.open("rb") as handle:
+        return 8 + int.from_bytes(handle.read(8), "little")
 
 
 def _places(folder: Path) -> dict[str, Place]:

@@ -47,7 +47,7 @@ class Plan:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     # What the sparsity counts: how much there is, how much was to go and goes.
     budget: dict[str, Any] = field(default_factory=dict[str, Any])
-    source_bytes: int | None = None  # of the files the weights are read from; None for a model that the caller holds
+    source_bytes: int | None = None  # of the weights in their files; None for a model that the caller holds
     calibration: dict[str, Any] | None = None  # description of the tokens it is calibrated on
     gradient_windows: int | None = None  # samples of the one backward pass; None for a method without gradients
     # Of the parameters those that one token meets; None where there are no experts.
