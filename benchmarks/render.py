@@ -24,6 +24,7 @@ from pages import (
 )
 from pages.summaries import summary
 from rankfold._utils.files import read_json, write_text
+from rankfold._utils.sizes import plural
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE.parent / "README.md"
@@ -142,7 +143,7 @@ def heading(record: dict) -> list[str]:
     lines += ["```bash", *record["commands"], "```", ""]
     versions = ", ".join(f"{package} {version}" for package, version in packages.items())
     cpus = " and ".join(dict.fromkeys(row.get("cpu", hardware["cpu"]) for row in record["rows"]))
-    return [*lines, f"{cpus}, {hardware['threads']} threads; {versions}.", ""]
+    return [*lines, f"{cpus}, {plural(hardware['threads'], 'thread')}; {versions}.", ""]
 
 
 def definitions(record: dict) -> list[str]:

@@ -135,6 +135,7 @@ def measure(models: dict, dense: Path, small: Path, held_out: Path) -> tuple[dic
     import torch
 
     import rankfold
+    from rankfold._utils.sizes import plural
     from rankfold.checkpoint.load import load_tokenizer
     from rankfold.evaluation.cost import bytes_on_disk
     from rankfold.evaluation.generation import continue_text
@@ -155,7 +156,7 @@ def measure(models: dict, dense: Path, small: Path, held_out: Path) -> tuple[dic
     autocast = autocast_dtype(models["before"].device)  # bf16 where the processor multiplies it, and then for both
     for name, model in models.items():
         facts[name]["perplexity"] = rankfold.perplexity(model, windows, autocast=autocast) | {"autocast": str(autocast)}
-    step(5, f"speed, {torch.get_num_threads()} threads, runs of both models in turn")
+    step(5, f"speed, {plural(torch.get_num_threads(), 'thread')}, runs of both models in turn")
     speeds = speed(models, batch=4, prompt=64, steps=8, repeats=3)
     settings = {key: value for key, value in speeds.items() if key != "models"}
     for name in models:

@@ -198,7 +198,7 @@ def test_what_an_earlier_command_kept_stays(source, tokens, measures, tmp_path, 
     assert {path.name for path in (place / "cells").iterdir() if path.is_dir()} == kept
     assert "kept" not in caplog.text
     compare(source, [one, two], tokens, measures, place, keep=True)
-    assert "1 rows are done, and their models were not kept" in caplog.text
+    assert "no models were kept of 1 row done before" in caplog.text
 
 
 def test_other_questions_are_another_comparison(place, source, tokens, tmp_path, monkeypatch):

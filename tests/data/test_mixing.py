@@ -205,7 +205,7 @@ def test_where_all_texts_are_short_everything_is_used(texts, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_calibration(names, source(), num_samples=32, max_length=16)
     assert (len(tokens.ids), len(tokens.held_out)) == (7, 1)
-    assert "the texts fill 8 samples of 16 tokens, not 36: 7 are fitted, 1 held out" in caplog.text
+    assert "the texts fill 8 samples of 16 tokens, not 36: 7 fitted, 1 held out" in caplog.text
     assert tokens.describe()["num_samples_wanted"] == 32
 
 

@@ -421,7 +421,7 @@ BAD = [
     ("compress model -o x --exclude-blocks 9 --calibration text.txt", "excluded block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --max-length 32", "config.json does not name the calibration set"),
-    ("evaluate model --text text.txt --max-length 1", "a sample of 1 tokens predicts none"),
+    ("evaluate model --text text.txt --max-length 1", "a sample of 1 token predicts none"),
     ("evaluate model", "nothing to evaluate; give --text, --tasks, --generation or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
     ("evaluate model --text text.txt --include-path .", "--include-path would be ignored without --tasks"),

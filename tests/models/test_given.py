@@ -131,7 +131,7 @@ def sentence_transformer():
         (packed, r"the model is quantised \(Packed: model.layers.1.mlp.up_proj.weight\); give the model as it was"),
         (
             lambda: with_weight(lambda w: w[:0, 0]),
-            r"1 tensors without entries \(model.layers.1.mlp.up_proj.weight\), as",
+            r"1 tensor without entries \(model.layers.1.mlp.up_proj.weight\), as",
         ),
         (
             lambda: torch.compile(tiny_model("llama")),

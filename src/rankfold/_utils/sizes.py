@@ -1,4 +1,4 @@
-"""Sizes of files and lengths of time, as people write them."""
+"""Sizes of files, lengths of time and counts, as people write them."""
 
 import re
 
@@ -30,6 +30,11 @@ def size_text(size: float) -> str:
 
 
 _ONE = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+
+
+def plural(count: int, thing: str) -> str:
+    """``1 sample``, ``2,048 tokens``; the name of one thing, whose plural ends in s."""
+    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:

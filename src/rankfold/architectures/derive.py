@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from .._utils.sizes import plural
 from ..errors import UnsupportedModelError
 from .linear import read_linear
 from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer, part_at
@@ -94,7 +95,7 @@ def _blocks(model: nn.Module, config) -> tuple[str, nn.ModuleList]:
         if isinstance(found, nn.ModuleList) and len(found) == wanted
     }
     if not lists:
-        raise UnsupportedModelError(_because(config, f"there is no list of {wanted} blocks"))
+        raise UnsupportedModelError(_because(config, f"there is no list of {plural(wanted, 'block')}"))
     return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 

@@ -6,6 +6,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .._utils.files import sync_files, write_json, write_tensors
+from .._utils.sizes import plural
 from ..errors import CheckpointError
 from ..models.tokenizer import copy_file, save_tokenizer
 
@@ -58,7 +59,7 @@ class Shards:
         if wanted != found:
             wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
             raise CheckpointError(
-                f"the checkpoint written does not match its config: {len(wrong)} tensors differ, first {wrong[0]}: "
+                f"the checkpoint written differs from its config in {plural(len(wrong), 'tensor')}, first {wrong[0]}: "
                 f"expected {wanted.get(wrong[0])}, wrote {found.get(wrong[0])}; this is a bug, please report it"
             )
 

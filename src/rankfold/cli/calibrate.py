@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+from .._utils.sizes import plural
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -41,5 +42,7 @@ def command(
     c.emit(
         {"output": str(output), "seconds": total, "seconds_by_part": parts, **store.identity},
         json,
-        lambda out: out.print(f"{output}: moments of {len(source)} blocks", c.where_time_went(total, parts), sep="\n"),
+        lambda out: out.print(
+            f"{output}: moments of {plural(len(source), 'block')}", c.where_time_went(total, parts), sep="\n"
+        ),
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .._utils.sizes import plural
 from ..errors import DataError
 from . import common as c
 from . import options as o
@@ -49,7 +50,8 @@ def command(
         try:
             if dropped := talk.ask(message):
                 told.print(
-                    f"the context of {talk.positions} tokens is full: the oldest {dropped} of your messages are dropped"
+                    f"the context of {talk.positions} tokens is full: it has no room for your oldest "
+                    f"{plural(dropped, 'message')} any more"
                 )
         except DataError as error:  # of this message, not of the chat
             told.print(f"rankfold: {error}")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from .._utils.sizes import plural
 from ..errors import OptionError
 from . import common as c
 from . import options as o
@@ -99,8 +100,8 @@ def _sizes(text: str) -> list[int]:
 
 def _line(result: dict) -> str:
     return (
-        f"perplexity {result['perplexity']:.2f} on {result['windows']} sample{'s' * (result['windows'] != 1)} of "
-        f"{result['length']} tokens of "
+        f"perplexity {result['perplexity']:.2f} on {plural(result['windows'], 'sample')} of "
+        f"{plural(result['length'], 'token')} of "
         f"{result['text']} ({result['definition']}){_memory(result)}"
     )
 

@@ -16,6 +16,7 @@ from .._utils.files import writing
 from .._utils.memory import release_memory
 from .._utils.processes import from_first, is_first, on_first, together
 from .._utils.progress import one_run, track
+from .._utils.sizes import plural
 from ..allocation import unique_parameters
 from ..calibration.store import MomentStore
 from ..checkpoint.load import load_model
@@ -89,8 +90,8 @@ def compare(
         kept, done = from_first(lambda: (folder.kept(), folder.all_done([DENSE, *(cell.key for cell in cells)])))
         lost = done - {DENSE} - kept
         if keep and lost:
-            told = "%d rows are done, and their models were not kept: give %s with another folder"
-            log.warning(told, len(lost), option("keep", True))
+            told = "no models were kept of %s done before: give %s with another folder"
+            log.warning(told, plural(len(lost), "row"), option("keep", True))
         work = CellRunner(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
 
         def judged(row: dict, dense: dict) -> dict:

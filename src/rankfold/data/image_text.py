@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._utils.sizes import plural
 from ..errors import DataError, first_line
 from .batches import Example
 from .calibration_data import CalibrationData
@@ -165,8 +166,8 @@ def inputs_of(row: Row, processor, image_token: int, *, asking: bool = False) ->
         ) from error
     if bool(placeholders) != bool(images):
         raise DataError(
-            f"{row.where}: {len(images)} images became {placeholders} image tokens; the text must not hold the token "
-            "of images itself, and the processor's files must be those of the model"
+            f"{row.where}: {plural(len(images), 'image')} became {plural(placeholders, 'image token')}; the text must "
+            "not hold the token of images itself, and the processor's files must be those of the model"
         )
     return inputs
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._utils.sizes import plural
 from ..errors import DataError, OptionError
 from . import streaming
 from .batches import Example
@@ -214,7 +215,7 @@ def _sequences(given: Given, model, options: DrawOptions, read) -> CalibrationDa
     if not rows:
         raise DataError(f"the calibration data, a {given.name}, has no sequence of at least 2 tokens; give longer ones")
     if len(rows) < options.wanted:
-        log.info("%s has %d sequences, not %d", given.name, len(rows), options.wanted)
+        log.info("%s has %s, not %d", given.name, plural(len(rows), "sequence"), options.wanted)
     fitted, sequences = fitted_of(len(rows), options.num_samples), [row for row in rows if isinstance(row, Tensor)]
     if len(sequences) == len(rows) and len({len(row) for row in sequences}) == 1:
         ids = torch.stack(sequences)
@@ -244,7 +245,7 @@ def _rows(item, where: str) -> Iterator[Tensor]:
     rows = _tensors(item, IDS, where)
     masks = [None] * len(rows) if mask is None else _tensors(mask, MASK, where)
     if len(masks) != len(rows):
-        raise DataError(f"{where}: {MASK} has {len(masks)} rows and {IDS} {len(rows)}; give a mask for each")
+        raise DataError(f"{where}: {MASK} has {plural(len(masks), 'row')} and {IDS} {len(rows)}; give a mask for each")
     for row, keep in zip(rows, masks, strict=True):
         row = row if keep is None else _unpadded(row, keep, where)
         if len(row) and int(row.min()) < 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._utils.present import present
 from .._utils.processes import from_first, on_first, process_count
+from .._utils.sizes import plural
 from ..errors import DataError, OptionError
 from .built_in import BUILT_IN, MIXTURES
 from .calibration_data import CalibrationData
@@ -87,8 +88,8 @@ def load_calibration(
     found = load_undivided(data, model, options, tokenizer)
     if shards > len(found.ids):
         raise OptionError(
-            f"{len(found.ids)} samples cannot be cut into {shards} shards, one a process or more; give more samples, "
-            "or start fewer processes"
+            f"{plural(len(found.ids), 'sample')} cannot be cut into {shards} shards, one a process or more; give more "
+            "samples, or start fewer processes"
         )
     return replace(found, shards=shards)
 

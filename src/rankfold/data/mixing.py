@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._utils.sizes import plural
 from ..errors import OptionError, option
 from .built_in import MIXTURES
 
@@ -184,7 +185,12 @@ def draw_all(
             if (found := len(drawn[name].windows)) < sum(wanted[name]):
                 room[name] = found
                 if len(shares) > 1:
-                    log.info("%s fills %d samples, not %d; other texts give the rest", name, found, sum(wanted[name]))
+                    log.info(
+                        "%s fills %s, not %d; other texts give the rest",
+                        name,
+                        plural(found, "sample"),
+                        sum(wanted[name]),
+                    )
         shortest = min(drawn, key=lambda name: drawn[name].windows.shape[1])
         if (shorter := drawn[shortest].windows.shape[1]) < length:
             if len(shares) > 1:

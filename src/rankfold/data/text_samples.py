@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._utils.evaluating import cache_for, evaluating
+from .._utils.sizes import plural
 from ..errors import DataError, OptionError, option
 from .calibration_data import CalibrationData, TextShare
 from .chats import Chat, written
@@ -89,9 +90,10 @@ def _together(
     is_short = (found := len(fitted) + len(held_out)) < options.wanted
     if is_short:
         log.info(
-            "%s %d samples of %d tokens, not %d: %d are fitted, %d held out",
+            "%s %s of %d tokens, not %d: %d fitted, %d held out",
             "the text fills" if len(texts) == 1 else "the texts fill",
-            *(found, fitted.shape[1], options.wanted, len(fitted), len(held_out)),
+            plural(found, "sample"),
+            *(fitted.shape[1], options.wanted, len(fitted), len(held_out)),
         )
     parts = tuple(
         TextShare(name, text.origin, text.draw, shares[name], count.fitted, count.held_out)
@@ -131,10 +133,10 @@ def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> T
         shorter = 2 ** (ids.numel().bit_length() - 1)
         if shorter < 32:
             raise DataError(
-                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} "
-                f"wanted ({count} samples of {length}); give more text"
+                f"text source {text.name!r} has {plural(ids.numel(), 'token')}; at least 32 are needed, and "
+                f"{count * length} wanted ({plural(count, 'sample')} of {length}); give more text"
             )
-        log.info("the text has %d tokens, less than one sample; using length %d", ids.numel(), shorter)
+        log.info("the text has %s, less than one sample; using length %d", plural(ids.numel(), "token"), shorter)
         length = shorter
     return pack(ids, samples=count, length=length, seed=seed)
 

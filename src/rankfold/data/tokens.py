@@ -7,6 +7,7 @@ import logging
 
 from torch import Tensor
 
+from .._utils.sizes import plural
 from ..errors import CheckpointError, DataError, first_line
 from .batches import Data, Example, tokens_in
 from .chats import has_half_character
@@ -56,8 +57,8 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
         ) from error
     if text.strip() and not ids.numel():
         raise CheckpointError(
-            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files "
-            "next to the weights"
+            f"the tokenizer of {name} makes no tokens of a text of {plural(len(text), 'character')}; put its own "
+            "tokenizer files next to the weights"
         )
     check_vocabulary(ids, vocabulary)
     return ids

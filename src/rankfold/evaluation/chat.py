@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from .._utils.sizes import plural
 from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.tokens import tokenised
@@ -76,8 +77,9 @@ class Conversation:
         while not self._fits(ids := self._ids(turns)):
             if len(turns) == 1:
                 raise DataError(
-                    f"a message of {len(ids)} tokens and an answer of {self.max_new_tokens} are more than the model's "
-                    f"context of {self.positions}; write a shorter one, or choose a smaller {option('max_new_tokens')}"
+                    f"a message of {plural(len(ids), 'token')} and an answer of {self.max_new_tokens} are more than "
+                    f"the model's context of {self.positions}; write a shorter one, or choose a smaller "
+                    f"{option('max_new_tokens')}"
                 )
             turns, dropped = turns[2:], dropped + 1
         self.turns = turns

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .._utils.sizes import plural
 from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.chats import has_half_character
@@ -137,13 +138,14 @@ def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> Tensor
         raise DataError("the prompt is empty; give some text to continue")
     if not positions or len(ids) + max_new_tokens <= positions:
         return ids
-    got = f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}"
+    asked = f"{plural(len(ids), 'token')} of prompt and {max_new_tokens} more"
+    got = f"{asked} do not fit into the model's context of {positions}"
     if len(ids) < positions:
         raise OptionError(f"{got}; use a shorter prompt or {option('max_new_tokens', positions - len(ids))}")
     room = positions - min(max_new_tokens, positions // 2)
     kept = _last_characters(prompt, encoded, room)
     fewer = f" and {option('max_new_tokens', positions - room)}" if positions - room < max_new_tokens else ""
-    raise DataError(f"{got}; use the last {kept} characters of the prompt{fewer}")
+    raise DataError(f"{got}; use the last {plural(kept, 'character')} of the prompt{fewer}")
 
 
 def _last_characters(prompt: str, encoded: Callable[[str], Tensor], room: int) -> int:

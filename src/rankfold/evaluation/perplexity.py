@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._utils.evaluating import evaluating
 from .._utils.memory import release_memory
 from .._utils.progress import track
+from .._utils.sizes import plural
 from ..calibration.likelihood import token_losses
 from ..calibration.moments import wide
 from ..calibration.runner import advance, start
@@ -37,10 +38,13 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
         DataError: windows too short to predict a token, or the text has less than one.
     """
     if length < 2:
-        raise DataError(f"a sample of {length} tokens predicts none; {option('max_length')} must be at least 2")
+        raise DataError(
+            f"a sample of {plural(length, 'token')} predicts none; {option('max_length')} must be at least 2"
+        )
     if ids.numel() < length:
         raise DataError(
-            f"the text has {ids.numel()} tokens, less than one sample of {length}; use a smaller {option('max_length')}"
+            f"the text has {plural(ids.numel(), 'token')}, less than one sample of {length}; use a smaller "
+            f"{option('max_length')}"
         )
     return ids[: ids.numel() // length * length].view(-1, length)[:limit]
 

@@ -19,6 +19,7 @@ import torch
 from .._utils.extras import require
 from .._utils.progress import count_steps, without_bars
 from .._utils.reporting import reporting
+from .._utils.sizes import plural
 from ..data.calibration_data import shown
 from ..errors import CheckpointError, DataError, NumericsError, OptionError, option, suggestion
 from .local_tasks import LOCAL, local_definitions, local_rows
@@ -174,9 +175,8 @@ class Questions:
             found = {name: _plain(name, result, scorer.cut) for name in result["results"] if name not in parts}
         if scorer.cut:
             log.warning(
-                "%d prompts with their answers (%s) are longer than the %d tokens that the model takes, and lost their "
-                "beginning",
-                scorer.cut.total(),
+                "the beginning was cut off %s with an answer (%s), longer than the %d tokens that the model takes",
+                plural(scorer.cut.total(), "prompt"),
                 ", ".join(scorer.cut),
                 scorer.max_length,
             )

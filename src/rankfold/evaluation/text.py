@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .._utils.sizes import plural
 from ..architectures import context_of, family_of
 from ..calibration.likelihood import warn_of_guessing
 from ..data.special_tokens import frame_of
@@ -51,7 +52,9 @@ class Texts:
             OptionError, DataError: a number out of range, a text named twice or that cannot be read.
         """
         if self.max_length < 2:
-            raise OptionError(f"a sample of {self.max_length} tokens predicts none; samples of texts have at least 2")
+            raise OptionError(
+                f"a sample of {plural(self.max_length, 'token')} predicts none; samples of texts have at least 2"
+            )
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"limit must be >= 1, got {self.limit}")
         found = [text_source(name, "evaluation") for name in self.names]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .._utils.present import present
+from .._utils.sizes import plural
 from ..errors import UnsupportedModelError
 from .listing import MERGE
 
@@ -76,8 +77,9 @@ def check_filled(shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
     """Raise :class:`UnsupportedModelError` where vectors have no entries."""
     if found := [name for name, shape in shapes.items() if tuple(shape) == (0,)]:
         raise UnsupportedModelError(
-            f"{place} has {len(found)} tensors without entries ({found[0]}), as DeepSpeed's ZeRO-3 leaves them; gather "
-            "the weights (zero_to_fp32.py, or stage3_gather_16bit_weights_on_model_save) and save them again"
+            f"{place} has {plural(len(found), 'tensor')} without entries ({found[0]}), as DeepSpeed's ZeRO-3 leaves "
+            "them; gather the weights (zero_to_fp32.py, or stage3_gather_16bit_weights_on_model_save) and save "
+            "them again"
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._utils.reporting import reporting
+from .._utils.sizes import plural
 from ..errors import CheckpointError, NumericsError
 from ..linalg.psd import all_finite
 from .conversion import Place, Placed, converted
@@ -146,8 +147,8 @@ class Weights(TensorReader):
             )
         if isinstance(blocks, int) and blocks > len(self.places):
             raise CheckpointError(
-                f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct "
-                "config.json, or download or copy the checkpoint again"
+                f"{self.folder} holds {plural(len(self.places), 'tensor')}, and has {blocks} blocks by the config; "
+                "correct config.json, or download or copy the checkpoint again"
             )
 
     def check_fits(self, model: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from .._utils.files import read_json, read_tensors, write_json, write_text
 from .._utils.memory import release_memory
 from .._utils.progress import track
-from .._utils.sizes import size_text
+from .._utils.sizes import plural, size_text
 from ..allocation import unique_parameters
 from ..architectures import BlockView
 from ..calibration.likelihood import token_losses
@@ -95,7 +95,8 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
     kept = [block for block in range(len(teacher)) if block not in removed]
     if len(kept) != len(student):
         raise OptionError(
-            f"the model has {len(student)} blocks where {len(kept)} of the dense model are left by its record; {dense}"
+            f"the model has {plural(len(student), 'block')} where {len(kept)} of the dense model are left by its "
+            f"record; {dense}"
         )
     return kept
 
@@ -181,11 +182,10 @@ class Blockwise:
             and what happened.
         """
         log.info(
-            "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %s in addition to the "
-            "program",
-            len(self.student),
-            f"{self.epochs * self.ids.numel():,}",
-            self.epochs,
+            "block by block: %s, each trained on %s in %s; memory about %s in addition to the program",
+            plural(len(self.student), "block"),
+            plural(self.epochs * self.ids.numel(), "token"),
+            plural(self.epochs, "epoch"),
             size_text(self.memory_bytes),
         )
         every = [ids for ids in (self.ids, self.unseen, self.probes) if ids is not None]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from .._utils.files import read_json, sync_files, write_json, writing
 from .._utils.processes import from_first, gather, is_first, on_first, process_count, together
 from .._utils.progress import track
+from .._utils.sizes import plural
 from ..errors import CheckpointError, OptionError, option
 from ..models.devices import autocast_dtype
 from .loss import Head, Loss, hidden_states, training_loss
@@ -229,8 +230,9 @@ def sequences_of_step(batch_tokens: int, length: int) -> int:
     if found % count:
         allowed = [n * count * length for n in (found // count, found // count + 1) if n]
         raise OptionError(
-            f"{option('batch_tokens', batch_tokens)} is a step of {found} sequences of {length} tokens, which {count} "
-            f"processes cannot share evenly; give {' or '.join(option('batch_tokens', n) for n in allowed)}"
+            f"{option('batch_tokens', batch_tokens)} is a step of {plural(found, 'sequence')} of {length} tokens, "
+            f"which {count} processes cannot share evenly; give "
+            f"{' or '.join(option('batch_tokens', n) for n in allowed)}"
         )
     return found
 

@@ -22,7 +22,7 @@ from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
 from .._utils.present import present
 from .._utils.processes import from_first, gather, on_first, outside_exchanges
-from .._utils.sizes import size_text
+from .._utils.sizes import plural, size_text
 from ..checkpoint.shards import write_processors
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
@@ -250,11 +250,11 @@ class WholeModel:
                 f"{option('tune', 'lora')}"
             )
         log.info(
-            "training %s weights, %d steps of %s tokens, learning rate %g; memory about %s in addition to the program, "
-            "%s on the disk until it is done",
-            f"{trained:,}",
-            args.max_steps,
-            f"{self.batch * self.ids.shape[1]:,}",
+            "training %s, %s of %s, learning rate %g; memory about %s in addition to the program, %s on the disk until "
+            "it is done",
+            plural(trained, "weight"),
+            plural(args.max_steps, "step"),
+            plural(self.batch * self.ids.shape[1], "token"),
             args.learning_rate,
             size_text(memory),
             size_text(disk),

@@ -5,6 +5,7 @@ import shlex
 from typing import Any
 
 from .._utils.hub_id import is_hub_id
+from .._utils.sizes import plural
 from .goal import asked_and_got
 from .outcomes import (
     before_training,
@@ -144,7 +145,9 @@ def measured_on(calibration: Record) -> str:
     """Return how many samples a model was calibrated on, and how long they are."""
     kind = calibration.get("kind")
     if kind == EXAMPLES:
-        return f"{calibration['num_samples']} {kind} of {calibration['tokens']} tokens"
+        return (
+            f"{plural(calibration['num_samples'], kind.removesuffix('s'))} of {plural(calibration['tokens'], 'token')}"
+        )
     return f"{calibration['num_samples']} x {calibration['max_length']} {'patches' if kind == 'images' else 'tokens'}"
 
 
@@ -169,7 +172,7 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
             f"perplexity, {text}",
             f"{facts['perplexity_dense']:.2f}",
             f"{facts['perplexity']:.2f}",
-            f"{facts['perplexity_before']:.2f} before training, on {facts['sequences']} sequences that were held out",
+            f"{facts['perplexity_before']:.2f} before training, on {plural(facts['sequences'], 'held-out sequence')}",
         )
         for text, facts in (training["held_out"] if training else {}).items()
     ]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .._utils.sizes import plural
+
 Record = Mapping[str, Any]  # of a run, or a part of one
 Row = tuple[str, str, str, str]  # what is measured, the dense model's number, the compressed one's, and a remark
 
@@ -30,7 +32,7 @@ def change_text(before: float, after: float, unit: int = 1) -> tuple[str, str, s
 
 def held_out_row(held_out: Record) -> Row:
     """Return the row of the held-out samples: perplexity, or how far an encoder's last states are from dense ones."""
-    samples = f"{held_out['windows']} held-out calibration sample{'s' * (held_out['windows'] != 1)}"
+    samples = plural(held_out["windows"], "held-out calibration sample")
     if "state_error" in held_out:
         remark = f"relative error {held_out['state_error']:.3f} on {samples}"
         return "cosine of the last states", "1", f"{held_out['cosine']:.4f}", remark
@@ -40,7 +42,7 @@ def held_out_row(held_out: Record) -> Row:
 def kind_rows(probe_texts: Record | None) -> Iterator[Row]:
     """Yield the row of every kind of probe text; none where a record has none."""
     for kind, facts in kinds_in(probe_texts).items():
-        yield _perplexities(kind, facts, f"{facts['passages']} probe texts{remark_on(facts)}")
+        yield _perplexities(kind, facts, f"{plural(facts['passages'], 'probe text')}{remark_on(facts)}")
 
 
 def _perplexities(name: str, facts: Record, where: str) -> Row:
@@ -125,8 +127,8 @@ def trained_on(recovery: Record) -> str:
     }
     texts = " + ".join(recovery["texts"])
     return (
-        f"{recovery['tuned_parameters']:,} parameters ({recovery['tune']}) trained on {recovery['tokens_seen']:,} "
-        f"tokens of {texts} towards {towards[recovery['loss']]}"
+        f"{plural(recovery['tuned_parameters'], 'parameter')} ({recovery['tune']}) trained on "
+        f"{plural(recovery['tokens_seen'], 'token')} of {texts} towards {towards[recovery['loss']]}"
     )
 
 
@@ -154,12 +156,12 @@ def recovery_lines(record: Record) -> list[str]:
         trained_on(recovery) + kept,
         *(
             _before_and_after(
-                text, facts, facts["perplexity_before"], f"{facts['sequences']} held-out sequences{undone}"
+                text, facts, facts["perplexity_before"], f"{plural(facts['sequences'], 'held-out sequence')}{undone}"
             )
             for text, facts in recovery["held_out"].items()
         ),
         *(
-            _before_and_after(kind, facts, before[kind]["perplexity"], f"{facts['passages']} probe texts")
+            _before_and_after(kind, facts, before[kind]["perplexity"], plural(facts["passages"], "probe text"))
             for kind, facts in kinds_in(record.get("probe_texts")).items()
             if kind in before
         ),
