@@ -40,6 +40,14 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
     assert grown == pytest.approx(3 * stream, rel=0.02)
 
 
+def test_the_estimate_of_memory_says_what_it_leaves_out():
+    """Tokenising a text of 1 MB takes more than compressing a small model, and nothing of it is counted."""
+    plan = rankfold.plan(opened("llama"), method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
+    console = Console(file=io.StringIO(), width=400)
+    console.print(plan.summary())
+    assert "peak memory without program and tokenising (estimate)" in console.file.getvalue()
+
+
 def test_codes_in_a_junction_that_rounds_badly_are_warned_of():
     """The others, more bits and no codes are not."""
 

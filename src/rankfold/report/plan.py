@@ -169,7 +169,7 @@ class Plan:
             memory = f"{self.peak_memory_bytes / 1e9:.1f} of {self.hardware['memory_bytes'] / 1e9:g} GB"
             yield "peak memory of an accelerator (estimate)", memory
         else:
-            yield "peak memory without the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
+            yield "peak memory without program and tokenising (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
         if self.seconds is not None:
             yield f"time{self._where()} (estimate)", duration(self.seconds)
 
