@@ -12,6 +12,7 @@ import rankfold
 from families import filled_cache, opened, some_ids, tokens
 from rankfold._utils.evaluating import cache_for
 from rankfold.modules.kernels import eager_attention
+from rankfold.modules.shortcuts import ShortcutBlock
 from versions import before, needs
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -86,6 +87,18 @@ def test_the_weights_of_every_attention_are_handed_out(folder, family, method):
     assert len(found) == model.config.num_hidden_layers
     for weights in found:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_the_states_of_every_block_are_handed_out_where_the_stream_is_narrower(folder, family):
+    model, entered = loaded(folder(family, "slicegpt")), []
+    for module in [module for module in model.modules() if isinstance(module, ShortcutBlock)]:
+        module.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    with torch.no_grad():
+        found = model(some_ids(), output_hidden_states=True)
+        assert torch.equal(model.get_output_embeddings()(found.hidden_states[-1]), found.logits)
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1 == len(entered) + 1
+    assert all(torch.equal(state, before) for state, before in zip(found.hidden_states, entered, strict=False))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

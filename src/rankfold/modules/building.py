@@ -108,13 +108,14 @@ def _unknown():
 
 
 def _record(model: nn.Module) -> None:
-    """Have transformers collect attention weights (``output_attentions``): it looks for the family's own class."""
+    """Have transformers collect attention weights and hidden states: it looks for the family's own classes."""
     for part in model.modules():
         recorded = getattr(type(part), "_can_record_outputs", None) or {}
-        classes = recorded.get("attentions", CompressedAttention)
-        classes = classes if isinstance(classes, list) else [classes]
-        if CompressedAttention not in classes:
-            recorded["attentions"] = [*classes, CompressedAttention]
+        for name, ours in {"attentions": CompressedAttention, "hidden_states": ShortcutBlock}.items():
+            classes = recorded.get(name, ours)
+            classes = classes if isinstance(classes, list) else [classes]
+            if ours not in classes:
+                recorded[name] = [*classes, ours]
 
 
 def _config_of(model: Any, place: str):
