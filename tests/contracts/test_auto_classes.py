@@ -121,3 +121,11 @@ def test_an_encoder_of_an_unknown_family_is_refused_for_what_it_is():
     for cls in (transformers.DistilBertForMaskedLM, transformers.DistilBertModel):
         with pytest.raises(UnsupportedModelError, match="^model type 'distilbert' has no spec, and one is derived"):
             rankfold.open_model(cls(config), device="cpu")
+
+
+def test_a_narrower_stream_ends_in_the_last_block_only(tmp_path):
+    method = rankfold.make_method("slicegpt", sparsity=0.3, rank_multiple=2)
+    rankfold.compress(opened("llama"), method=method, calibration=tokens(), output=tmp_path / "small")
+    for auto in (transformers.AutoModel, transformers.AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"too few blocks for 'model\.layers\.2'.*without num_hidden_layers"):
+            auto.from_pretrained(tmp_path / "small", num_hidden_layers=2)

@@ -68,6 +68,11 @@ def install(model: Any, modules: dict[str, dict]) -> None:
     """
     for path, spec in sorted(modules.items()):  # a block before what is in it
         if any(_is_beyond(model, place) for place in _places(model, path)):
+            if spec["kind"] == "shortcut_block":
+                raise ValueError(
+                    f"the model has too few blocks for {path!r}: only the last block of this compression returns the "
+                    "stream to its full width; load all blocks, without num_hidden_layers"
+                )
             continue
         place = _place(model, path)
         parent, _, name = place.rpartition(".")
