@@ -209,7 +209,7 @@ def test_a_list_is_one_of_names_or_one_of_texts(model, tmp_path, monkeypatch):
     for data, error, message in (
         (["a.txt", "some text of mine"], OptionError, "'a.txt' names a text and 'some text of mine' does not; give"),
         (["a.txt", "typo.txt"], OptionError, "'a.txt' names a text and 'typo.txt' does not"),
-        (["typo.txt"], DataError, "no text at 'typo.txt'"),
+        (["typo.txt"], DataError, "no text at 'typo.txt': expected .*, self, mixture, or a .*/.csv/.tsv/.parquet"),
         ([tmp_path / "typo.txt"], DataError, "no text at '.*typo.txt'"),
         (["pydocs", "wikitex2"], DataError, "did you mean 'pydoc'"),
         ([], OptionError, "no calibration text is named; give at least one"),

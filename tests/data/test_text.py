@@ -309,8 +309,8 @@ def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"no text at .*expected alpaca, c4, languages, ptb, wikitext2, pydoc, .*, self, "
-        r"or a \.txt/\.jsonl/\.json/\.csv",
+        match=r"no text at .*expected alpaca, c4, languages, ptb, wikitext2, pydoc, .*, self, mixture, "
+        r"or a \.txt/\.jsonl/\.json/\.csv/\.tsv/",
     ):
         read_text(name)
 

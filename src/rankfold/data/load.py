@@ -46,9 +46,9 @@ def load_calibration(
         data: one of
 
             - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of
-              a local copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or
-              of chats; ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes;
-              ``mixture``, several of these (:data:`.built_in.MIXTURES`).
+              a local copy; a text file, or a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file with rows
+              of text or of chats; ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the
+              model writes; ``mixture``, several of these (:data:`.built_in.MIXTURES`).
             - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its
               share of all samples in a random order; what one lacks the others give (:mod:`.mixing`).
             - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one

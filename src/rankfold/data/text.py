@@ -181,8 +181,8 @@ def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:
 
 def _choices(use: str) -> str:
     aliases = sorted(name for name, hub in ALIASES.items() if use in hub.splits)
-    written = ["self"] if use == "calibration" else []
-    return f"{', '.join([*aliases, *BUILT_IN, *written])}, or a .txt/.jsonl/.json/.csv/.parquet file"
+    written = ["self", *MIXTURES] if use == "calibration" else []
+    return f"{', '.join([*aliases, *BUILT_IN, *written])}, or a .txt/.jsonl/.json/.csv/.tsv/.parquet file"
 
 
 def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str | Chat, ...]:
