@@ -374,7 +374,8 @@ def _configured(
     asked = options if sparsity is None else options | {"sparsity": sparsity}
     if isinstance(method, str):
         own = [field.name for field in dataclasses.fields(method_class(method))]
-        known = own + [name for name in inspect.signature(function).parameters if name != "options"]
+        known = dict.fromkeys([*own, *inspect.signature(function).parameters])  # sparsity is in both
+        del known["options"]
         for name in options:
             check_choice(f"argument, or option of {method},", name, known)
         return make_method(method, **asked)

@@ -169,7 +169,8 @@ def given(good):
         (lambda given: rankfold.compress(**given | {"method": "modgpt"}), "did you mean 'modegpt'"),
         (
             lambda given: rankfold.compress(**given, num_sample=3),
-            "unknown argument, or option of modegpt, 'num_sample'; did you mean 'num_samples'",
+            "unknown argument, or option of modegpt, 'num_sample'; did you mean 'num_samples'.*available: sparsity, "
+            "((?!sparsity).)*$",
         ),
         (lambda given: rankfold.compress(**given, ouput="small"), "'ouput'; did you mean 'output'"),
         (
