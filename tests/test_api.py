@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 
 import datasets
@@ -244,3 +245,19 @@ def test_export_takes_whatever_holds_a_compressed_model(place, tmp_path):
         assert t.AutoTokenizer.from_pretrained(tmp_path / name)
     with pytest.raises(OptionError, match="tokenizer is of a model in memory"):
         rankfold.export(tmp_path / "out", tmp_path / "again", tokenizer=tokenizer())
+
+
+def test_a_type_checker_knows_what_every_public_function_and_result_takes_and_returns():
+    public = [getattr(rankfold, name) for name in rankfold.__all__ if name != "__version__"]
+    functions = [one for one in public if inspect.isfunction(one)] + [rankfold.CompressionResult.__init__]
+    hints = [given.annotation for one in functions for given in inspect.signature(one).parameters.values()]
+    hints += [inspect.signature(one).return_annotation for one in functions]
+    hints += [field.type for field in dataclasses.fields(rankfold.RecoveryResult)]
+    assert [hint for hint in hints if hint in (dict, list, tuple)] == []
+    bare = {
+        (one.__qualname__, name)
+        for one in functions
+        for name, parameter in inspect.signature(one).parameters.items()
+        if parameter.annotation is inspect.Parameter.empty and name != "self"
+    }
+    assert bare == set()

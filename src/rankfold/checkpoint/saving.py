@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from ..models.given import check_plain
 from ..models.tokenizer import save_tokenizer
 
 
-def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:
+def save_model(model: PreTrainedModel, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write a model compressed in memory, so that it loads anywhere.
 
     Args:

@@ -31,7 +31,7 @@ class CompressionResult:
     def __init__(
         self,
         plan: Plan,
-        record: dict,
+        record: dict[str, Any],
         output: Path | None = None,
         model: PreTrainedModel | None = None,
         *,

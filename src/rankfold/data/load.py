@@ -25,10 +25,10 @@ from .text_samples import samples_of_texts
 
 
 def load_calibration(
-    data,
-    model,
+    data: Any,
+    model: Any,
     *,
-    tokenizer=None,
+    tokenizer: Any = None,
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,

@@ -26,7 +26,7 @@ def evaluate(
     dtype: str = "auto",
     device: str = "auto",
     stream: bool = False,
-) -> dict:
+) -> dict[str, Any]:
     """Perplexity on texts, accuracy on tasks, what a model writes, and its cost: whichever is asked for.
 
     Args:
@@ -83,7 +83,7 @@ def evaluate_text(
     text_column: str = "text",
     dtype: str = "auto",
     device: str = "auto",
-) -> dict:
+) -> dict[str, Any]:
     """Load a model and compute its perplexity on a text source; see :func:`~rankfold.evaluation.perplexity.perplexity`.
 
     Warns where a compressed model was calibrated on the very text.

@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import check_choice
 
@@ -112,7 +112,7 @@ def method_class(name: str) -> "type[Method]":
     return getattr(importlib.import_module(f"{__package__}.{entry.module}"), entry.class_name)
 
 
-def make_method(name: str, **options) -> "Method":
+def make_method(name: str, **options: Any) -> "Method":
     """Make a method by its name.
 
     Raises:

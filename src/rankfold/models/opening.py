@@ -3,7 +3,7 @@
 import copy
 import logging
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def open_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    tokenizer=None,
+    tokenizer: Any = None,
     component: str | None = None,
     revision: str | None = None,
     offload: str | Path | None = None,

@@ -65,7 +65,7 @@ class RecoveryResult:
     """The result of a recovery."""
 
     model: nn.Module | None  # the recovered model, or what went in; None: too large to be in memory, in ``output`` only
-    record: dict  # what was trained on what, and perplexities before and after
+    record: dict[str, Any]  # what was trained on what, and perplexities before and after
     recovered: bool  # False: no text gained, or one lost more than the tolerance, so the model is what went in
     output: Path | None = None
 
