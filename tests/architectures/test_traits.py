@@ -28,6 +28,13 @@ def test_what_no_spec_can_say_is_refused_in_one_line(field):
         rankfold.open_model(model, device="cpu")
 
 
+def test_experts_of_a_token_must_be_a_number(tmp_path):
+    """transformers' own default is none; such a config can be planned with, but not run."""
+    t.DeepseekV2Config(**GQA, n_routed_experts=4, num_experts_per_tok=None).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="num_experts_per_tok=None.*; correct config.json"):
+        rankfold.plan(tmp_path, sparsity=0.2, gpu="80GB")
+
+
 @pytest.mark.parametrize("family, still", [("smollm3", 1), ("cohere2", 2), ("exaone4", 2), ("llama", None)])
 def test_blocks_may_differ_in_whether_they_rotate(family, still):
     source = opened(family)

@@ -435,7 +435,9 @@ BAD = [
     ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
     ("chat model --max-new-tokens 0", "max-new-tokens must be >= 1"),
     ("chat model --system x", "--system needs a chat template, and the model has none; leave it out"),
-    ("inspect model", "not a checkpoint written by"),
+    ("inspect model", "model has no rankfold.json: not a checkpoint written by"),
+    ("inspect nowhere", "there is no folder nowhere: not a checkpoint written by"),
+    ("compress model --target-size 10kB", "a larger size a lower one; sparsity 0."),
     ("compress small -o x --calibration text.txt", "already compressed or quantised"),
 ]
 

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import rankfold
@@ -89,6 +91,20 @@ def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
     code, out, _ = run("export fits -o stock-fits")
     assert "100% of the saving kept" in out and "is left" not in out
     assert run("export small -o again")[1].splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [("llama.cpp", "rankfold export made -o made.gguf --format gguf-deci"), ("vllm", "vllm serve made")],
+)
+def test_ranks_for_an_engine_end_in_what_it_reads(target, command, place, run):
+    save_tiny(place / "wide", blocks=2)
+    config = transformers.LlamaConfig.from_pretrained(place / "wide", hidden_size=64, intermediate_size=1024)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place / "wide")
+    shutil.rmtree(place / "made", ignore_errors=True)
+    code, out, err = run(f"compress wide -o made --sparsity 0.2 --modules mlp --target {target} {TEXT}")
+    assert code in (0, None) and command in " ".join(out.partition("next:")[2].split()), err
+    assert "stock" not in out
 
 
 def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):

@@ -107,7 +107,7 @@ def shared_budgets(units: list[PrunableModule], method: AllocationRequest, count
             mine,
             asked,
             counted,
-            named=f"sparsity {sparsity}" + (f" of module {module}" if module else ""),
+            named=f"sparsity {sparsity:.6g}" + (f" of module {module}" if module else ""),
             module=module,
             given=given if asked else 0,
             stays=_last_block(mine, units),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError
 from .linear import Dense
 from .rebuilding import FROM_CONFIG
 from .spec import ExpertsSpec, part_at
@@ -121,4 +122,9 @@ def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsVie
     if experts is None:
         return None
     groups = [getattr(config, name) for name in spec.groups or ()]
-    return ExpertsView(spec, experts, getattr(config, spec.active), *groups)
+    active = getattr(config, spec.active)
+    if not isinstance(active, int):  # transformers' own default in DeepSeek V2; such a model does not run
+        raise UnsupportedModelError(
+            f"the config says {spec.active}={active}, to how many experts a token is sent; correct config.json"
+        )
+    return ExpertsView(spec, experts, active, *groups)

@@ -70,18 +70,35 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
             commands[f"rankfold chat {place}"] = "chat with it"
         else:
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
-    if has_stock:
+    if _engine(folder, record) == "llama.cpp":
+        file = shlex.quote(f"{folder}.gguf")
+        commands[f"rankfold export {place} -o {file} --format gguf-deci"] = "a file for llama.cpp"
+    elif _engine(folder, record) == "vllm":
+        commands[f"vllm serve {place}"] = "serve it"
+    elif has_stock:
         commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "an ordinary model"
     commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"
     width = max(map(len, commands))
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
 
 
+def _engine(folder: Path, record: Record) -> str | None:
+    """Return the target of a run where that engine reads something else than a stock model."""
+    from ..exports.llama_cpp import FAMILIES
+    from ..models.whole import read_config
+
+    target = record["plan"]["method"]["target"]
+    is_read = target == "vllm" or (target == "llama.cpp" and read_config(folder).model_type in FAMILIES)
+    return target if is_read else None
+
+
 def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:
-    """Return what a stock export of a result would keep; ``None`` where there is none, or nothing was saved."""
+    """Return what a stock export of a result would keep; ``None`` where there is none, or nothing was saved, or the
+    engine that the ranks are for reads something else.
+    """
     from ..exports.kept import stock_parameters
 
-    if "before" in record or record["plan"].get("part") not in (None, "language"):
+    if "before" in record or record["plan"].get("part") not in (None, "language") or _engine(folder, record):
         return None
     exported, dense, now = stock_parameters(folder), record["plan"]["parameters"], record["counts"]["parameters"]
     if exported is None or dense <= now:

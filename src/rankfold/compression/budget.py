@@ -114,8 +114,8 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
         check_reachable(options.priced, method, options.counted)
     except OptionError as error:
         raise OptionError(
-            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}; "
-            f"{error}"
+            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}, "
+            f"a larger size a lower one; {error}"
         ) from None
     return method
 

@@ -6,13 +6,15 @@ from ..architectures import FIXED_ROTARY
 from ..errors import UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 
+FAMILIES = ("llama", "mistral")
+
 
 def check_family(source: DenseModel) -> None:
     """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
     config = source.config  # other families have other fields
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     found = {
-        "model type": (config.model_type, ("llama", "mistral")),
+        "model type": (config.model_type, FAMILIES),
         "activation": (getattr(config, "hidden_act", None), ("silu", "swish")),
         "rotary embedding": (rotary, FIXED_ROTARY),
     }

@@ -142,7 +142,8 @@ def read_record(place: Path) -> dict:
     """
     path = place if place.is_file() else place / NAME
     if not path.exists():
-        raise CheckpointError(f"{place} has no {NAME}: not a checkpoint written by `rankfold compress`")
+        found = f"{place} has no {NAME}" if place.exists() else f"there is no folder {place}"
+        raise CheckpointError(f"{found}: not a checkpoint written by `rankfold compress`")
     try:
         record = upgrade_calibration(read_json(path))
         _upgrade_options(record)
