@@ -169,6 +169,19 @@ SEEING = {
         "model.language_model.layers",
         "model.visual.blocks",
     ),
+    "qwen3_vl_moe": (
+        t.Qwen3VLMoeForConditionalGeneration,
+        lambda: t.Qwen3VLMoeConfig(
+            text_config=TEXT
+            | ROPE
+            | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 48},
+            vision_config=MERGED | {"deepstack_visual_indexes": [0]},
+            **PLACES,
+        ),
+        "model.language_model.layers",
+        "model.visual.blocks",
+    ),
     "qwen3_5": (
         t.Qwen3_5ForConditionalGeneration,
         lambda: t.Qwen3_5Config(

@@ -32,6 +32,10 @@ HEADS_OF_MAMBA = {
     "mamba_d_state": 8,
 }
 VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+GROWING = {  # queries, from position 8 on
+    **{"rope_type": "default", "rope_theta": 1e4},
+    **{"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8},
+}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # MoDeGPT's selections: the default, and the paper's.
@@ -43,6 +47,7 @@ CONFIGS = {
     "llama-mha-tied": lambda: t.LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-bias": lambda: t.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
     "mistral": lambda: t.MistralConfig(**GQA, sliding_window=8, head_dim=8),
+    "ministral3": lambda: t.Ministral3Config(**GQA, head_dim=8, rope_parameters=GROWING),
     "qwen2": lambda: t.Qwen2Config(**GQA),
     "qwen3": lambda: t.Qwen3Config(**GQA, head_dim=8),
     "gemma": lambda: t.GemmaConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=16, **IDS),

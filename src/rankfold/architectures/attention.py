@@ -229,7 +229,7 @@ class AttentionView:
             value = getattr(self.module, name, getattr(self.config, name, default))
             return value.p if isinstance(value, nn.Dropout) else value
 
-        factor, step = self._growth()
+        factor, step = self.growth
         scale = self.spec.scaling
         scale = self.head_dim**-0.5 if scale is None else float(setting(scale) if isinstance(scale, str) else scale)
         return {
@@ -254,7 +254,8 @@ class AttentionView:
             "sinks": self.spec.sinks is not None,
         }
 
-    def _growth(self) -> tuple[float | None, float | None]:
+    @property
+    def growth(self) -> tuple[float | None, float | None]:
         """By what factor queries grow with their position, and after how many each time."""
         if self.spec.growth is None:
             return None, None

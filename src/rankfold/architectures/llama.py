@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec, mixer
+from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec, mixer
 
 LLAMA = Architecture(
     model_type="llama",
@@ -27,6 +27,7 @@ GRANITE_SHARED = MLPSpec(
 ARCHITECTURES = (
     LLAMA,
     replace(LLAMA, model_type="mistral"),
+    replace(LLAMA, model_type="ministral3", attention=replace(LLAMA.attention, growth=LLAMA_4_GROWTH)),
     replace(LLAMA, model_type="mixtral", mlp=None, experts=ExpertsSpec(width="intermediate_size")),
     replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
     replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, rotates="use_rope")),

@@ -38,6 +38,7 @@ ARCHITECTURES = (
     replace(QWEN3, model_type="qwen3_moe", experts=ExpertsSpec()),
     *(replace(QWEN2, model_type=f"{name}_text") for name in ("qwen2_vl", "qwen2_5_vl")),
     replace(QWEN3, model_type="qwen3_vl_text", images_behind_blocks=True),
+    replace(QWEN3, model_type="qwen3_vl_moe_text", images_behind_blocks=True, experts=ExpertsSpec()),
     QWEN3_5,
     *(replace(QWEN3_5, model_type=name, experts=BESIDE_SHARED) for name in ("qwen3_5_moe_text", "qwen3_next")),
 )

@@ -23,6 +23,6 @@ ARCHITECTURES = (
     ),
     *(
         replace(QWEN2_VL, model_type=f"{name}_vision", mlp=MLPSpec(up="mlp.linear_fc1", down="mlp.linear_fc2"))
-        for name in ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+        for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
-from ..modules.kernels import of_one_length
+from ..modules.kernels import grown_at, of_one_length
 from .moments import HeadMoment, Moment, accumulator, head_grams, heads_first
 from .observers import Observer
 
@@ -39,7 +39,7 @@ class Heads:
 
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
-        """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)``, after norm and rotation."""
+        """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)``, after norm and rotation, as they meet."""
         attention, (query, key, _) = self.attention, self.projected
         query, key = (heads_first(x) for x in attention.normalised(query, key))
         if attention.rotary_dim:
@@ -50,6 +50,9 @@ class Heads:
                 turned = a * sin
                 a.mul_(cos).addcmul_(b, sin, value=-1)
                 b.mul_(cos).add_(turned)
+        factor, step = attention.growth
+        if factor:
+            query = query * grown_at(self.kwargs["position_ids"], factor, step).transpose(1, 2)
         return query, key
 
     @property
