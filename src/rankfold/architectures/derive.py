@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from .._utils.sizes import plural
 from ..errors import UnsupportedModelError
 from .linear import read_linear
 from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, left_dense, mixer, part_at
@@ -95,7 +94,7 @@ def _blocks(model: nn.Module, config) -> tuple[str, nn.ModuleList]:
         if isinstance(found, nn.ModuleList) and len(found) == wanted
     }
     if not lists:
-        raise UnsupportedModelError(_because(config, f"there is no list of {plural(wanted, 'block')}"))
+        raise UnsupportedModelError(_because(config, "no list of blocks is as long as num_hidden_layers"))
     return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 

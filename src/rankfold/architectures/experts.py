@@ -125,6 +125,6 @@ def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsVie
     active = getattr(config, spec.active)
     if not isinstance(active, int):  # transformers' own default in DeepSeek V2; such a model does not run
         raise UnsupportedModelError(
-            f"the config says {spec.active}={active}, to how many experts a token is sent; correct config.json"
+            f"the config has {spec.active}={active}, to how many experts a token is sent; correct config.json"
         )
     return ExpertsView(spec, experts, active, *groups)
