@@ -175,10 +175,10 @@ class Questions:
             found = {name: _plain(name, result, scorer.cut) for name in result["results"] if name not in parts}
         if scorer.cut:
             log.warning(
-                "the beginning was cut off %s with an answer (%s), longer than the %d tokens that the model takes",
+                "the model takes %d tokens: the beginning was cut off from %s (%s), which are longer with an answer",
+                scorer.max_length,
                 plural(scorer.cut.total(), "prompt"),
                 ", ".join(scorer.cut),
-                scorer.max_length,
             )
         if "scienceqa" in found:
             found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
