@@ -94,7 +94,7 @@ BAD = [
     ("plan model -o nowhere/plan.json", "nowhere is not a folder; make it first"),
     ("compress model -o " + "x" * 300, "File name too long; choose another folder"),
     # Python 3.14 says of a name that no file can have that there is none.
-    ("inspect " + "x" * 300, "has no rankfold.json" if sys.version_info >= (3, 14) else "File name too long"),
+    ("inspect " + "x" * 300, "there is no folder" if sys.version_info >= (3, 14) else "File name too long"),
     ("compress model -o x\udce9", r"the name 'x\udce9' is not UTF-8; choose another one"),
     ("calibrate model -o x\udce9 --calibration text.txt", r"the name 'x\udce9' is not UTF-8; choose another one"),
     (
@@ -150,7 +150,7 @@ BAD = [
     ),
     ("evaluate model --generation --limit 0", "--limit must be >= 1, got 0"),
     ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
-    ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
+    ("inspect no\nsuch", r"rankfold: there is no folder no\nsuch"),
 ]
 COMPARE = "compare model -o x --text text.txt --methods"
 BAD += [
@@ -241,7 +241,7 @@ def test_names_with_brackets_and_long_paths_are_printed_as_they_are(run, place):
     code, out, _ = run("inspect", name)
     assert code == 0 and "compressed by rankfold" in out
     code, _, err = run("inspect", "[red]nothing")
-    assert code == 2 and "[red]nothing has no rankfold.json" in err
+    assert code == 2 and "there is no folder [red]nothing" in err
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def place(tmp_path_factory):
 def assert_a_line_for_every_kind(text: str) -> None:
     for kind in KINDS:
         (line,) = (line for line in text.splitlines() if line.startswith(f"    {kind} "))
-        assert re.fullmatch(rf"    {kind} +[\d.]+ +[\d.]+  x [\d.]+ ± [\d.]+ on \d+ probe texts.*", line)
+        assert re.fullmatch(rf"    {kind} +[\d.]+ +[\d.]+  x [\d.]+ ± [\d.]+ on \d+ probe texts?.*", line)
 
 
 def test_summary_record_card_and_inspect_have_a_line_for_every_kind(place, run):
@@ -49,7 +49,7 @@ def test_compare_has_a_column_for_every_kind(place, run):
     header, _, dense, row, *below = (place / "compared" / "table.md").read_text(encoding="utf-8").splitlines()
     assert all(f"{kind} (probe), × dense" in header for kind in KINDS)
     assert header.count("|") == dense.count("|") == row.count("|") and row.count(" ± ") == len(KINDS)
-    assert "probe" not in out.split("report.html")[0] and err.count("probe texts") == len(KINDS)
+    assert "probe" not in out.split("report.html")[0] and err.count(" probe text") == len(KINDS)
     assert "guesses [1]" in dense and any(line.startswith("[1] ") and GUESSING in line for line in below)
 
 

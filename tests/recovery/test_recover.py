@@ -604,7 +604,7 @@ def test_card_and_inspect_say_what_was_trained(recovered, tmp_path, run):
     trained = "(all) trained on 16,384 tokens of manual.txt towards the predictions of dense"
     dense, before, after = (f"{facts[key]:.2f}" for key in ("perplexity_dense", "perplexity_before", "perplexity"))
     assert trained in card and "without training" not in card
-    assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 sequences" in card
+    assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 held-out sequences" in card
     lines = ("compress dense --config out/rankfold.json -o out-again",
              "recover out-again --teacher dense --config out/rankfold.json -o out-recovered")  # fmt: skip
     assert "".join(f"\nrankfold {line}" for line in lines) + "\n" in card
