@@ -281,6 +281,16 @@ def test_the_fingerprint_is_of_the_weights_as_they_are_not_as_they_will_be_store
     assert prints == {rankfold.open_model(rankfold.load(tmp_path / "m", device="cpu"), device="cpu").fingerprint}
 
 
+def test_another_version_of_transformers_opens_the_same_model(tmp_path, monkeypatch):
+    """Or moments, unfinished runs and records would be of another model after each upgrade."""
+    tiny_model("llama").save_pretrained(tmp_path / "m")
+    before = rankfold.open_model(tmp_path / "m", device="cpu").fingerprint
+    monkeypatch.setattr(t.configuration_utils, "__version__", "5.99.0")
+    source = rankfold.open_model(tmp_path / "m", device="cpu")
+    assert source.config.to_diff_dict()["transformers_version"] == "5.99.0"
+    assert source.fingerprint == before
+
+
 def test_moments_of_a_model_that_differs_in_the_middle_are_refused():
     model = tiny_model("llama")
     moments = rankfold.calibrate(rankfold.open_model(model, device="cpu"), tokens())

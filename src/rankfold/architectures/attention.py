@@ -192,7 +192,8 @@ class AttentionView:
         usual = parameters.get("rope_type") in FIXED_ROTARY and "mrope_section" not in parameters
         whole = self.spec.rotary_base is None and self.rotary_dim == self.head_dim
         spec = self.spec
-        return bool(spec.width and spec.longrope and not spec.beyond and not self.norms and usual and whole)
+        special = spec.beyond or spec.growth or self.norms
+        return bool(spec.width and spec.longrope and not special and usual and whole)
 
     @property
     def output(self) -> Dense:
