@@ -142,6 +142,10 @@ class Record:
             rows, commands = old["rows"], old["commands"]
             for row in rows:
                 row.setdefault("cpu", old["hardware"]["cpu"])
+                if old["versions"] != versions():
+                    row.setdefault("versions", old["versions"])
+                if old["hardware"]["threads"] != torch.get_num_threads():
+                    row.setdefault("threads", old["hardware"]["threads"])
         self.value = {
             "benchmark": Path(sys.argv[0]).stem,
             "commands": list(dict.fromkeys([*commands, command()])),

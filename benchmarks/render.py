@@ -141,9 +141,12 @@ def heading(record: dict) -> list[str]:
     hardware, packages = record["hardware"], record["versions"]
     lines = [f"## {model['name']}", ""] if model else []
     lines += ["```bash", *record["commands"], "```", ""]
-    versions = ", ".join(f"{package} {version}" for package, version in packages.items())
+    every = [row.get("versions", packages) for row in record["rows"]] or [packages]
+    found = {package: dict.fromkeys(one[package] for one in every if package in one) for package in packages}
+    versions = ", ".join(f"{package} {' and '.join(of_rows)}" for package, of_rows in found.items())
     cpus = " and ".join(dict.fromkeys(row.get("cpu", hardware["cpu"]) for row in record["rows"]))
-    return [*lines, f"{cpus}, {plural(hardware['threads'], 'thread')}; {versions}.", ""]
+    threads = dict.fromkeys(row.get("threads", hardware["threads"]) for row in record["rows"]) or [hardware["threads"]]
+    return [*lines, f"{cpus}, {' and '.join(plural(count, 'thread') for count in threads)}; {versions}.", ""]
 
 
 def definitions(record: dict) -> list[str]:

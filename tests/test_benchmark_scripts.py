@@ -403,3 +403,20 @@ def test_waits_are_counted_by_the_line_that_made_them():
     ((place, count),) = places.items()
     assert count == 3 and place.startswith("test_benchmark_scripts.py:")
     assert waits.place_of("/home/somebody/site-packages/rankfold/linalg/psd.py", 7) == "rankfold/linalg/psd.py:7"
+
+
+def test_rows_keep_the_versions_and_threads_that_they_were_measured_with(tmp_path, monkeypatch):
+    """And the page names all of them, as it does with processors."""
+    import common
+    import render
+
+    monkeypatch.setattr(common, "versions", lambda: {"torch": "2.13.0", "transformers": "5.23.0"})
+    common.Record(tmp_path / "record.json", {}, {}).add("first")
+    monkeypatch.setattr(common, "versions", lambda: {"torch": "2.13.0", "transformers": "5.24.0"})
+    monkeypatch.setattr(common.torch, "get_num_threads", lambda: 7)
+    record = common.Record(tmp_path / "record.json", {}, {}, resume=True)
+    record.add("second")
+    first, second = record.value["rows"]
+    assert first["versions"]["transformers"] == "5.23.0" and "versions" not in second
+    assert first["threads"] != 7 and "threads" not in second
+    assert render.heading(record.value)[-2].endswith(" and 7 threads; torch 2.13.0, transformers 5.23.0 and 5.24.0.")
