@@ -185,8 +185,8 @@ def sizes(model) -> dict:
 
 def check_plan(plan: dict, before: dict, after: dict) -> None:
     """What was announced before any weight changed is what the loaded models have."""
-    on_disk = "bytes_on_disk"
-    pairs = [(on_disk, plan["source_bytes"], before[on_disk]), (on_disk, plan["bytes_after"], after[on_disk])]
+    pairs = [("bytes_on_disk", plan["source_bytes"], before["bytes_on_disk"])]
+    pairs += [("bytes_on_disk", plan["bytes_after"], after["bytes_on_disk"])]
     for key in ("parameters", "bytes", "kv_bytes_per_token"):
         pairs += [(key, plan[key], before[key]), (key, plan[f"{key}_after"], after[key])]
     for key, planned, measured in pairs:

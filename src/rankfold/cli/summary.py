@@ -70,10 +70,11 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
             commands[f"rankfold chat {place}"] = "chat with it"
         else:
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
-    if _engine(folder, record) == "llama.cpp":
+    engine = _engine(folder, record)
+    if engine == "llama.cpp":
         file = shlex.quote(f"{folder}.gguf")
         commands[f"rankfold export {place} -o {file} --format gguf-deci"] = "a file for llama.cpp"
-    elif _engine(folder, record) == "vllm":
+    elif engine == "vllm":
         commands[f"vllm serve {place}"] = "serve it"
     elif has_stock:
         commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "an ordinary model"
