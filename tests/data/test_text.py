@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import re
 import shutil
 import unittest.mock
 from fnmatch import fnmatch
@@ -313,6 +314,21 @@ def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
         r"or a \.txt/\.jsonl/\.json/\.csv/\.tsv/",
     ):
         read_text(name)
+
+
+@pytest.mark.parametrize("name", ["selfs", "Self", "mixtures", "language", "wikitext"])
+def test_only_what_a_text_may_be_here_is_suggested(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as refused:
+        read_text(name, use="evaluation")
+    before, _, listed = str(refused.value).partition("expected ")
+    assert name == "wikitext" or "did you mean" not in before
+    assert all(suggested in listed for suggested in re.findall(r"did you mean '(\w+)'", before))
+
+
+def test_what_the_model_writes_is_no_text_to_evaluate_on():
+    with pytest.raises(DataError, match="'self' is what the model itself writes, not for evaluation; name one of "):
+        read_text("self", use="evaluation")
 
 
 @pytest.mark.parametrize("content", ["", " \n\n\t"])

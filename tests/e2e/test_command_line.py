@@ -54,7 +54,7 @@ BAD = [
     ("nonsense", "No such command 'nonsense'; see `rankfold --help`"),
     ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
     ("compress model -o x --sparsty 0.3", "No such option: --sparsty"),
-    ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
+    ("compress model -o x --sparsity 30%", "'--sparsity': Input should be a valid number, got '30%'; see"),
     ("compress model -o x --num-samples 4 --num-samples 8", "--num-samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
     (

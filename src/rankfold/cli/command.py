@@ -145,6 +145,8 @@ def usage(error: UsageError) -> str:
     """Return the parser's complaint, and where to read on."""
     context = getattr(error, "ctx", None)
     message = error.format_message().strip().rstrip(".")
+    for reason in getattr(error.__cause__, "errors", list)():  # pydantic's, which does not say what it got
+        message = f"{message.partition(',')[0]}, got {reason['input']!r}"
     return f"{message}; see `{context.command_path if context else 'rankfold'} --help`"
 
 

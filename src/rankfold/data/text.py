@@ -87,6 +87,8 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
         return TextSource("built-in", name)
     if name in MIXTURES:
         raise DataError(f"{name!r} is several texts where one is read; name one of {_choices(use)}")
+    if name == "self":
+        raise DataError(f"'self' is what the model itself writes, not for {use}; name one of {_choices(use)}")
     if name in ALIASES and use not in ALIASES[name].splits:
         raise DataError(f"{name!r} is not for {use}: {ALIASES[name].refused}, or one of {_choices(use)}")
     if name in ALIASES:
@@ -96,7 +98,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if len(path.name) > LONGEST_NAME or "\n" in name:
         raise DataError(f"no text at {name[:40]!r}…: a text itself is given in a list, or as a file")
     if not path.is_file():
-        hint = suggestion(name, [*ALIASES, *BUILT_IN, *MIXTURES, "self"])
+        hint = suggestion(name, _names(use))
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
         raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices(use)}")
     return TextSource(_kind_of(path, bool(raw)), origin_of(path), path)
@@ -179,10 +181,13 @@ def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:
     return json_rows(path) if rows is None else rows
 
 
-def _choices(use: str) -> str:
+def _names(use: str) -> list[str]:
     aliases = sorted(name for name, hub in ALIASES.items() if use in hub.splits)
-    written = ["self", *MIXTURES] if use == "calibration" else []
-    return f"{', '.join([*aliases, *BUILT_IN, *written])}, or a .txt/.jsonl/.json/.csv/.tsv/.parquet file"
+    return [*aliases, *BUILT_IN, *(["self", *MIXTURES] if use == "calibration" else [])]
+
+
+def _choices(use: str) -> str:
+    return f"{', '.join(_names(use))}, or a .txt/.jsonl/.json/.csv/.tsv/.parquet file"
 
 
 def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str | Chat, ...]:
