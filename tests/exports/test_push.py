@@ -89,6 +89,14 @@ def test_the_card_has_what_search_goes_by(small, hub, tmp_path):
     }
 
 
+def test_texts_of_a_training_are_data_sets_of_the_model_too(small, hub, tmp_path):
+    facts = {"tune": "all", "loss": "kl", "length": 8, "seed": 0, "teacher_name": "dense"}
+    facts |= {"tokens_seen": 32, "tuned_parameters": 10, "recovered": True}
+    folder = changed(small, tmp_path, recovery=facts | {"texts": {"c4": {"num_samples": 8}}, "held_out": {}})
+    rankfold.push(folder, "me/small")
+    assert ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()["datasets"] == ["allenai/c4"]
+
+
 def test_a_model_that_lay_here_names_none_on_the_hub(small, hub):
     rankfold.push(small, "me/small")
     data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()

@@ -408,12 +408,20 @@ def test_an_unfinished_run_of_another_model_or_time_is_refused(place, tmp_path, 
         recover(place / "small", minutes=5, **given)
 
 
-def test_a_second_training_keeps_what_is_known_of_the_first(place, recovered, tmp_path):
+def test_a_second_training_keeps_what_is_known_of_the_first(place, recovered, tmp_path, run):
     found = recover(recovered.output, place / "dense", calibration="pydoc", output=tmp_path / "out", **OPTIONS)
     assert found.record["recovery"]["earlier"] == recovered.record["recovery"]
     texts = [rankfold.load(folder, device="cpu").config.quantization_config.fields["trained_on"] for folder in
              (recovered.output, found.output)]  # fmt: skip
     assert found.recovered and len(texts[0]) == 1 and texts[1] == [*texts[0], "pydoc"]
+    card, trained = (found.output / "README.md").read_text(), "16,384 tokens of {} towards the predictions of dense"
+    first, second = (trained.format(text) for text in ("manual.txt", "pydoc"))
+    assert re.search(f", then [^,]+,[^,]+ {first}, then [^,]+,[^,]+ {second}\\.\n", card)
+    assert "\n# then 2 trainings, with the options in rankfold.json\n" in card and "rankfold recover" not in card
+    # Each with the probe texts as it found and left them.
+    lines = [*recovery_lines(recovered.record), *recovery_lines(found.record)[-len(recovery_lines(recovered.record)) :]]
+    assert recovery_lines(found.record) == lines and run(f"inspect {found.output}")[1].endswith("\n".join([*lines, ""]))
+    assert lines[0].endswith(first) and any(line.startswith("prose: ") for line in lines)
 
 
 def test_what_trainer_logs_stays(place, tmp_path, monkeypatch):

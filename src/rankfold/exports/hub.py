@@ -11,7 +11,7 @@ from .._utils.hub_id import is_hub_id
 from .._utils.reporting import asking_hub
 from ..data.hub import ALIASES
 from ..errors import CheckpointError, OptionError, option
-from ..report.outcomes import marked_warnings, training_of
+from ..report.outcomes import marked_warnings, trainings_of
 from ..report.record import NAME, read_record, records_of
 
 CARD = "README.md"
@@ -78,6 +78,7 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     texts = [
         text["source"] for one in records_of(record) for text in one["calibration"].get("texts") or [one["calibration"]]
     ]
+    texts += [text for training in trainings_of(record) for text in training["texts"]]
     data.datasets = sorted({ALIASES[text].path for text in texts if text in ALIASES}) or None
     data.model_name, data.eval_results = folder.name, _results(record) or None
     return card
@@ -85,8 +86,8 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
 
 def _results(record: dict[str, Any]) -> list[EvalResult]:
     """Return perplexities as model-index has them: on the held-out text of the training, or else of the calibration."""
-    if training := training_of(record):
-        measured = {name: facts["perplexity"] for name, facts in training["held_out"].items()}
+    if trained := trainings_of(record):
+        measured = {name: facts["perplexity"] for name, facts in trained[-1]["held_out"].items()}
     else:
         held_out = record.get("held_out") or {}
         measured = {"held-out calibration text": held_out["perplexity"]} if "perplexity" in held_out else {}

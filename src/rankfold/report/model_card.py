@@ -13,7 +13,7 @@ from .outcomes import (
     kind_rows,
     size_rows,
     trained_on,
-    training_of,
+    trainings_of,
     warnings_of,
 )
 from .record import records_of
@@ -80,11 +80,11 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
     # Where there are several components, what a line is about.
     components = {str(one["plan"]["part"]): one for one in records} if len(records) > 1 else {"": record}
     methods = list(dict.fromkeys(one["method"] for one in records))
-    before, training = _processor(records), training_of(record)
+    before, trained = _processor(records), trainings_of(record)
     rows = [_counted(one, part) for part, one in components.items()]
     # Components shrink the model one after the other; a cache is that of the last one alone.
     rows += size_rows(record["plan"] | {key: records[0]["plan"][key] for key in ("parameters", "bytes")})
-    rows += [row for part, one in components.items() for row in _outcomes(one, part)] + _trained_rows(training)
+    rows += [row for part, one in components.items() for row in _outcomes(one, part)] + _trained_rows(trained)
     return _CARD.format(
         base=record["base_model"],
         commit=f" at revision `{record['revision']}`" if "revision" in record else "",
@@ -97,14 +97,14 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
         version=record["rankfold_version"],
         tags="".join(f"- {method}\n" for method in methods if method != "rankfold"),
         methods=" and ".join(f"method `{method}`" for method in methods),
-        trained=f"then {trained_on(training)}" if training else "without training",
+        trained=", ".join(f"then {trained_on(one)}" for one in trained) or "without training",
         table="".join(f"| {' | '.join(row)} |\n" for row in rows),
         warnings="".join(
             f"\n> **{part and f'{part}: '}{warning}.**\n"
             for part, one in components.items()
             for warning in warnings_of(one)
         ),
-        commands="\n".join(_commands(record, folder, trained=training is not None and training is record["recovery"])),
+        commands="\n".join(_commands(record, folder)),
         made="\n\n".join(_made(one, _of(part)) for part, one in components.items()),
     )
 
@@ -165,8 +165,8 @@ def _outcomes(record: Record, part: str) -> list[tuple[str, ...]]:
     return found + [(f"perplexity{of_probes}, {kind}", *numbers) for kind, *numbers in kinds]
 
 
-def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
-    """Return a row for every text that was held out of training."""
+def _trained_rows(trained: list[Record]) -> list[tuple[str, ...]]:
+    """Return a row for every text that was held out of the last training."""
     return [
         (
             f"perplexity, {text}",
@@ -174,13 +174,22 @@ def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
             f"{facts['perplexity']:.2f}",
             f"{facts['perplexity_before']:.2f} before training, on {plural(facts['sequences'], 'held-out sequence')}",
         )
-        for text, facts in (training["held_out"] if training else {}).items()
+        for training in trained[-1:]
+        for text, facts in training["held_out"].items()
     ]
 
 
-def _commands(record: Record, folder: str, *, trained: bool) -> list[str]:
+def _commands(record: Record, folder: str) -> list[str]:
     """Return the lines that make it again."""
     lines = _OF_HUB if is_hub_id(record["base_model"]) else _OF_LOCAL
+    trained = trainings_of(record)
     names = {"base": record["base_model"], "again": f"{folder}-again", "out": f"{folder}-recovered"}
     quoted = {key: shlex.quote(name) for key, name in (names | {"config": f"{folder}/rankfold.json"}).items()}
-    return [line.format(**quoted) for line in lines[: 1 + trained]]
+    # A record repeats its last training alone.
+    repeats = len(trained) == 1 and trained[0] is record["recovery"]
+    note = (
+        [f"# then {plural(len(trained), 'training')}, with the options in rankfold.json"]
+        if trained and not repeats
+        else []
+    )
+    return [line.format(**quoted) for line in lines[: 1 + repeats]] + note

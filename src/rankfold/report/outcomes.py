@@ -105,16 +105,17 @@ def before_training(record: Record, name: str) -> str:
     Args:
         name: ``held_out`` or ``probe_texts``; older records have those of before training.
     """
-    training = training_of(record)
-    return "before training" if training and f"{name}_before" not in training else ""
+    trained = trainings_of(record)
+    return "before training" if trained and f"{name}_before" not in trained[-1] else ""
 
 
-def training_of(record: Record) -> dict[str, Any] | None:
-    """Return what a record says of the last training that the weights have; ``None`` where they have none."""
-    found = record.get("recovery")
-    while found and not found["recovered"]:  # what went in may have been trained before
-        found = found.get("earlier")
-    return found
+def trainings_of(record: Record) -> list[dict[str, Any]]:
+    """Return what a record says of every training that the weights have, the first one first."""
+    found, training = [], record.get("recovery")
+    while training:
+        found += [training] if training["recovered"] else []
+        training = training.get("earlier")
+    return found[::-1]
 
 
 def trained_on(recovery: Record) -> str:
@@ -135,8 +136,7 @@ def trained_on(recovery: Record) -> str:
 def recovery_lines(record: Record) -> list[str]:
     """Return the lines on a recovery: what was trained, and the perplexity of every text before and after.
 
-    Held-out text comes first, then the kinds of probe texts. Before a training that was undone stands the one that the
-    weights have.
+    Held-out text comes first, then the kinds of probe texts. Before a training stands the one before it.
 
     Args:
         record: of the run; there are no lines where nothing was trained.
@@ -150,7 +150,8 @@ def recovery_lines(record: Record) -> list[str]:
     )
     undone = "" if recovery["recovered"] else ", undone"
     before = kinds_in(recovery.get("probe_texts_before"))
-    earlier = [] if recovery["recovered"] else recovery_lines({**record, "recovery": recovery.get("earlier")})
+    probes = recovery["probe_texts_before"] if before else record.get("probe_texts")
+    earlier = recovery_lines({**record, "probe_texts": probes, "recovery": recovery.get("earlier")})
     return [
         *earlier,
         trained_on(recovery) + kept,
