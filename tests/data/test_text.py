@@ -8,8 +8,11 @@ import shutil
 import unittest.mock
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.errors import GatedRepoError
 
 from rankfold.data.hub import ALIASES, LANGUAGES
 from rankfold.data.text import Text, read_text
@@ -236,6 +239,29 @@ def test_an_unreachable_hub_names_the_data_set_and_the_way_out(hub, error, shown
     with pytest.raises(CheckpointError, match=message) as caught:
         read_text("c4")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_data_set_that_the_hub_refuses_is_told_like_a_model(hub, monkeypatch):
+    """`datasets` raises one error for all refusals, so the hub is asked again."""
+    asked = []
+
+    def refuse(self, name, repo_type):
+        asked.append((name, repo_type))
+        raise GatedRepoError("401 Client Error.", response=SimpleNamespace(headers={}, request=None))
+
+    hub.rows = DatasetNotFoundError("it is gated, missing or private")
+    monkeypatch.setattr("huggingface_hub.HfApi.auth_check", refuse)
+    page = "https://huggingface.co/datasets/allenai/c4"
+    with pytest.raises(CheckpointError) as raised:
+        read_text("c4")
+    assert str(raised.value) == (
+        "cannot read 'c4' (allenai/c4) from the hub (it is gated); "
+        f"accept its conditions at {page} and log in with `hf auth login`"
+    )
+    assert asked == [("allenai/c4", "dataset")]
+    monkeypatch.setattr("huggingface_hub.HfApi.auth_check", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match="missing or private.; check the connection, or name what is here: c4:"):
+        read_text("c4")
 
 
 def test_a_connection_lost_on_the_way_is_reported_too(hub):

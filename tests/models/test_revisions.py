@@ -146,6 +146,7 @@ def test_a_revision_that_is_not_there_is_named(hub):
             "there is no such repository, or it is private); check the name, or log in with `hf auth login`",
         ),
         (errors.RevisionNotFoundError, "it has no such revision); give a branch, a tag or a commit of it"),
+        (errors.RemoteEntryNotFoundError, "it has no such file); check the name"),
     ],
 )
 def test_what_the_hub_refuses_is_told_by_its_kind(kind, said, monkeypatch):
@@ -160,6 +161,28 @@ def test_what_the_hub_refuses_is_told_by_its_kind(kind, said, monkeypatch):
         with pytest.raises(CheckpointError) as raised:
             function("o/n")
         assert str(raised.value).startswith(f"cannot get {what}'o/n' from the hub ({said}")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (403, "there is no token, or it does not allow this); log in with `hf auth login`, with a token that may"),
+        (429, "429 of the hub); try again later"),
+        (503, "503 of the hub); try again later"),
+    ],
+)
+def test_an_answer_of_the_hub_is_no_lost_connection(status, said, monkeypatch):
+    """The client raises it as one when it was answered in the middle of a download."""
+
+    def refuse(*_, **__):
+        response = SimpleNamespace(headers={}, request=None, status_code=status)
+        answer = errors.HfHubHTTPError(f"{status} of the hub", response=response)
+        raise errors.LocalEntryNotFoundError("Please check your connection") from answer
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError) as raised:
+        rankfold.open_model("o/n")
+    assert str(raised.value) == f"cannot get 'o/n' from the hub ({said}"
 
 
 @pytest.mark.parametrize("function", [rankfold.open_model, rankfold.load])

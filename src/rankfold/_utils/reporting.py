@@ -25,26 +25,45 @@ def reporting(kind: type[RankfoldError], what: str, advice: str = "") -> Generat
 
 @contextlib.contextmanager
 def asking_hub(repository: str, what: str, advice: str) -> Generator[None]:
-    """As :func:`reporting`, of a repository of the hub: a refusal begins with a number, so its type is told."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    """As :func:`reporting`, of a repository of the hub: a refusal begins with a number, so its type is told.
+
+    Args:
+        repository: ``owner/name``, with ``datasets/`` before it where it is one of data.
+    """
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    def answer_in(error: BaseException | None) -> HfHubHTTPError | None:
+        """Return what the hub has answered; the client takes some of it for an error of the connection."""
+        while error is not None and not isinstance(error, HfHubHTTPError):
+            error = error.__cause__
+        return error
 
     with reporting(CheckpointError, what, advice):
         try:
             yield
-        except GatedRepoError as error:
-            page = f"https://huggingface.co/{repository}"
-            raise CheckpointError(f"{what} (it is gated); accept its conditions at {page} and {LOG_IN}") from error
-        except RepositoryNotFoundError as error:
-            raise CheckpointError(
-                f"{what} (there is no such repository, or it is private); check the name, or {LOG_IN}"
-            ) from error
-        except RevisionNotFoundError as error:
-            raise CheckpointError(
-                f"{what} (it has no such revision); give a branch, a tag or a commit of it, or leave it out"
-            ) from error
-        except HfHubHTTPError as error:
-            if error.response.status_code not in (401, 403):
+        except RankfoldError:
+            raise
+        except Exception as error:
+            answer = answer_in(error)
+            if isinstance(answer, GatedRepoError):
+                page = f"https://huggingface.co/{repository}"
+                told = f"it is gated); accept its conditions at {page} and {LOG_IN}"
+            elif isinstance(answer, RepositoryNotFoundError):
+                told = f"there is no such repository, or it is private); check the name, or {LOG_IN}"
+            elif isinstance(answer, RevisionNotFoundError):
+                told = "it has no such revision); give a branch, a tag or a commit of it, or leave it out"
+            elif isinstance(answer, EntryNotFoundError):
+                told = "it has no such file); check the name"
+            elif answer is not None and answer.response.status_code in (401, 403):
+                told = f"there is no token, or it does not allow this); {LOG_IN}, with a token that may"
+            elif answer is not None and answer.response.status_code in (429, *range(500, 600)):
+                told = f"{first_line(answer)}); try again later"
+            else:
                 raise
-            raise CheckpointError(
-                f"{what} (there is no token, or it does not allow this); {LOG_IN}, with a token that may"
-            ) from error
+            raise CheckpointError(f"{what} ({told}") from error

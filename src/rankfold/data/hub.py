@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._utils.hub_id import is_hub_id
-from ..errors import CheckpointError, DataError, first_line
+from .._utils.reporting import asking_hub
+from ..errors import DataError
 from .built_in import BUILT_IN
 
 BUFFER = 10_000  # rows that a shuffled stream holds to draw the next one from: some 20 MB of web text
@@ -84,7 +85,7 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
     advice = (
         f"{alias}:FILE (raw rows), a file such as .txt or .jsonl, or what ships with Python: {' or '.join(BUILT_IN)}"
     )
-    with _reaching(f"{alias!r} ({hub.path})", advice):
+    with _reaching(hub.path, f"{alias!r} ({hub.path})", advice):
         rows = load_dataset(
             hub.path,
             hub.config,
@@ -128,18 +129,21 @@ def image_text_rows(name: str, seed: int) -> StreamedRows:
 def _image_text_rows(path: str, config: str | None, seed: int, buffer: int) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
-    with _reaching(repr(path), "a .jsonl file with paths of images"):
+    with _reaching(path, repr(path), "a .jsonl file with paths of images"):
         rows = load_dataset(path, config, split="train", streaming=True)
         yield from rows.decode(False).shuffle(seed=seed, buffer_size=buffer)
 
 
 @contextlib.contextmanager
-def _reaching(what: str, instead: str) -> Iterator[None]:
+def _reaching(path: str, what: str, instead: str) -> Iterator[None]:
     """One line for whatever comes up between here and the hub."""
-    try:
-        yield
-    except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
-        raise CheckpointError(
-            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or name what is here: "
-            f"{instead}"
-        ) from error
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub import HfApi
+
+    advice = f"check the connection, or name what is here: {instead}"
+    with asking_hub(f"datasets/{path}", f"cannot read {what} from the hub", advice):
+        try:
+            yield
+        except DatasetNotFoundError:
+            HfApi().auth_check(path, repo_type="dataset")  # raises what the hub has answered, which this error lacks
+            raise
