@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import torch
 import transformers
 from huggingface_hub import errors
 
@@ -228,6 +229,31 @@ def test_a_model_in_memory_brings_its_commit(snapshots, monkeypatch):
     assert asked == [("owner/name", {"trust_remote_code": False, "revision": COMMITS["v1"]})]
     with pytest.raises(OptionError, match="the model is in memory"):
         rankfold.open_model(model, revision="v1")
+
+
+def test_where_transformers_keeps_no_commit_it_is_the_snapshot_with_the_same_weights(place, monkeypatch):
+    """From 5.23 on."""
+    cache = place / "cache_of_weights"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    snapshots = cache / "models--owner--two" / "snapshots"
+    for commit in ("d" * 40, "e" * 40):
+        save_tiny(snapshots / commit, blocks=2)
+    changed = transformers.AutoModelForCausalLM.from_pretrained(snapshots / ("e" * 40))
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(2)
+    changed.save_pretrained(snapshots / ("e" * 40))
+    (snapshots / ("f" * 40)).mkdir()  # a config alone, which `plan` has downloaded
+    for commit in ("d" * 40, "e" * 40):
+        model = transformers.AutoModelForCausalLM.from_pretrained(snapshots / commit, dtype=torch.bfloat16)
+        assert getattr(model.config, "_commit_hash", None) is None
+        model.name_or_path = "owner/two"
+        source = rankfold.open_model(model, device="cpu")
+        assert (source.name, source.revision) == ("owner/two", commit)
+    shutil.copytree(snapshots / ("e" * 40), snapshots / ("0" * 40))
+    assert rankfold.open_model(model, device="cpu").revision is None  # it may be either
+    model.name_or_path = "owner/other"
+    assert rankfold.open_model(model, device="cpu").revision is None
 
 
 def test_only_a_snapshot_has_a_commit(tmp_path):

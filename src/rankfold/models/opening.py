@@ -23,6 +23,7 @@ from .gguf_reader import parsed_once
 from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, full_name, repository_of
+from .loaded import commit_of_loaded
 from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
@@ -99,7 +100,7 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
         blocks = model.get_submodule(part.architecture.blocks)
         model = copy.deepcopy(model, {id(blocks): blocks})  # the caller's blocks, which are copied one by one
         move_outer(model, part.architecture.blocks, where)
-    place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
+    place, commit = getattr(model, "name_or_path", ""), commit_of_loaded(model)
     local = Path(place).exists() if place else False  # such a name is no hub id, however it looks
     name = Path(place).resolve().name if local else full_name(place) or type(model).__name__
     processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
