@@ -324,6 +324,12 @@ def test_where_nothing_can_be_printed(place):
     assert outside(place, "methods >&- 2>&- <&-").returncode == 0
 
 
+def test_a_chat_that_nobody_can_type_in_ends(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # closed by the shell
+    code, _, err = run("chat", "model")
+    assert code in (0, None), err
+
+
 @pytest.mark.parametrize("line", ["methods", "compress --help", "nonsense 2>&1"])  # by rich, by typer, and an error
 def test_where_nobody_reads_what_is_printed(place, line):
     """Quiet, and the exit code that a shell has of other commands there; 1 would mean a failed row of `compare`."""

@@ -20,9 +20,9 @@ def main() -> None:
     """
     if _is_other_process():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
-    for name in ("stdout", "stderr"):  # Python has none where the shell closed it
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
     # Neither ignored, as under nohup, nor a caller's own.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
