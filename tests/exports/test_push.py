@@ -5,7 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 import rankfold
@@ -29,7 +29,7 @@ class Hub:
     """Notes what it is asked."""
 
     def __init__(self, error: Exception | None = None):
-        self.made, self.commits, self.error = [], [], error
+        self.made, self.commits, self.error, self.there, self.removed = [], [], error, [], []
 
     def model_info(self, name, revision=None):
         data = ModelCardData(license="apache-2.0", language=["en"], tags=["chat"])
@@ -40,8 +40,13 @@ class Hub:
             raise self.error
         self.made.append((name, private, exist_ok))
 
+    def list_repo_files(self, name):
+        return self.there
+
     def create_commit(self, name, operations, commit_message):
-        self.commits.append((name, {one.path_in_repo: one.path_or_fileobj for one in operations}, commit_message))
+        added = [one for one in operations if isinstance(one, CommitOperationAdd)]
+        self.removed = [one.path_in_repo for one in operations if one not in added]
+        self.commits.append((name, {one.path_in_repo: one.path_or_fileobj for one in added}, commit_message))
         return SimpleNamespace(commit_url=f"https://hub.example/{name}/commit/1")
 
 
@@ -67,6 +72,15 @@ def test_every_file_goes_up_in_one_commit(small, hub):
     ((name, files, message),) = hub.commits
     assert name == "me/small" and files.keys() == before.keys() and message.startswith("dense compressed by rankfold")
     assert {path.name: path.read_bytes() for path in small.iterdir()} == before  # nothing of it is changed
+
+
+def test_weights_of_an_earlier_upload_are_removed(small, hub):
+    """`recover` writes one file and `compress` several; transformers reads the one where both are there."""
+    kept = sorted(path.name for path in small.iterdir())
+    assert "model.safetensors" not in kept
+    hub.there = [*kept, "model.safetensors", "model-00001-of-00009.safetensors", "notes.md", ".gitattributes"]
+    rankfold.push(small, "me/small")
+    assert hub.removed == ["model.safetensors", "model-00001-of-00009.safetensors"]
 
 
 def test_the_card_has_what_search_goes_by(small, hub, tmp_path):

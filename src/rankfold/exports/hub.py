@@ -1,10 +1,11 @@
 """Share a compressed checkpoint on the Hugging Face hub, with a model card that its search understands."""
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any, cast
 
-from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from .._utils.hub_id import is_hub_id
@@ -15,11 +16,14 @@ from ..report.outcomes import marked_warnings, trainings_of
 from ..report.record import NAME, read_record, records_of
 
 CARD = "README.md"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 ADVICE = "check the name, the connection and your token (`hf auth login`)"
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool = False) -> str:
     """Upload a compressed checkpoint to a repository of the Hugging Face hub, in one commit.
+
+    Weights of another model that was uploaded there before are removed in it: loaders would read them.
 
     License, language and task are those of the dense model's card, where that model is on the hub.
 
@@ -51,9 +55,12 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
     with asking_hub(repo_id, f"cannot upload to {repo_id!r}", ADVICE):
         card = card_for_hub(folder, record, api)
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CARD)
-        operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
+        operations: list[Any] = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
         operations.append(CommitOperationAdd(CARD, str(card).encode()))
         api.create_repo(repo_id, private=private, exist_ok=True)
+        names = {one.path_in_repo for one in operations}
+        earlier = [name for name in api.list_repo_files(repo_id) if WEIGHTS.fullmatch(name) and name not in names]
+        operations += [CommitOperationDelete(name) for name in earlier]
         message = f"{record['base_model']} compressed by rankfold {record['rankfold_version']}"
         return str(api.create_commit(repo_id, operations, commit_message=message).commit_url)
 
