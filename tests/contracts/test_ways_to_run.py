@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import rankfold
-from families import filled_cache, opened, some_ids, tokens
+from families import filled_cache, opened, some_ids, tiny_model, tokens
 from rankfold._utils.evaluating import cache_for
 from rankfold.modules.kernels import eager_attention
 from rankfold.modules.shortcuts import ShortcutBlock
@@ -87,6 +87,34 @@ def test_the_weights_of_every_attention_are_handed_out(folder, family, method):
     assert len(found) == model.config.num_hidden_layers
     for weights in found:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+@pytest.mark.parametrize(
+    "family, method",
+    [("falcon-gqa", "modegpt"), ("falcon-alibi", "latentllm"), ("llama", "modegpt"), ("opt", "latentllm")],
+)
+def test_weights_come_where_those_of_the_dense_model_do(folder, family, method):
+    """By default, which is sdpa: Falcon gives its weights there, and others none, with a cache or without."""
+    models = [loaded(folder(family, method)), tiny_model(family)]
+    options = GREEDY | {"return_dict_in_generate": True, "output_attentions": True}
+    with torch.no_grad():
+        found = [model(some_ids(), output_attentions=True).attentions for model in models]
+        steps = [[w for step in model.generate(some_ids(), **options).attentions for w in step] for model in models]
+    for ours, theirs in (found, steps):
+        assert [w.shape for w in ours] == [w.shape for w in theirs]
+        assert bool(ours) == family.startswith("falcon")
+        assert all(torch.allclose(w.sum(-1), torch.ones(w.shape[:-1])) for w in ours)
+
+
+@pytest.mark.parametrize("family, method", [("llama", "modegpt"), ("falcon-alibi", "modegpt"), ("opt", "latentllm")])
+def test_a_graph_takes_any_number_of_rows_and_tokens(folder, family, method):
+    model, free = loaded(folder(family, method)), torch.export.Dim.AUTO
+    given = {"input_ids": some_ids(2, 10), "use_cache": False}
+    sizes = {"input_ids": {0: free, 1: free}, "use_cache": None}
+    with torch.no_grad():
+        graph = torch.export.export(model, (), given, dynamic_shapes=sizes, strict=False).module()
+        for ids in (some_ids(2, 10), some_ids(3, 17)):
+            torch.testing.assert_close(graph(input_ids=ids, use_cache=False).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])

@@ -52,6 +52,7 @@ class CompressedAttention(nn.Module):
         check_attention(spec)
         self.config, self.layer_idx = config, layer_idx
         self.names = names  # of what is passed by place behind the hidden states
+        self.is_asked_for_weights = {"alibi", "output_attentions"} <= set(names)  # Falcon; sdpa gives others none
         self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
         self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read
         self.qk_dim, self.vo_dim = spec["qk_dim"], spec["vo_dim"]
@@ -184,11 +185,11 @@ class CompressedAttention(nn.Module):
         keys and values of one width.
         """
         stock = self.config._attn_implementation != "sdpa" or query.device.type != "cpu" or "cache" in kwargs
-        if query.shape[2] > 1 or stock or self.training:
+        if query.shape[2] > 1 or stock or self.training or self._gives_weights(kwargs):
             return self._attend(query, key, value, **kwargs)
         mask = self._masked(query, key.shape[2], **kwargs)
         mixed, _ = attend_one(query, key, value, mask, self.scaling, self.softcap, self._sinks)
-        return mixed.reshape(len(mixed), 1, -1), None
+        return mixed.reshape(mixed.shape[0], 1, -1), None
 
     def _attend(self, query, key, value, *, attention_mask=None, alibi=None, position_bias=None, **kwargs):
         """Attend by the function that transformers is set to."""
@@ -202,6 +203,7 @@ class CompressedAttention(nn.Module):
             query, key, value = self._evened(query, key, value)
         # vLLM looks for this call by these names, and puts its own attention in its place.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attention = eager_attention if self._gives_weights(kwargs) else attention
         output, weights = attention(
             self,
             query,
@@ -213,14 +215,19 @@ class CompressedAttention(nn.Module):
             **self._attending(),
             **kwargs,
         )
-        output = output.reshape(len(query), query.shape[2], self.heads, -1)
+        output = output.reshape(query.shape[0], query.shape[2], self.heads, -1)
         return output[..., : self.vo_dim].flatten(2), weights
+
+    def _gives_weights(self, kwargs) -> bool:
+        """Whether the dense attention would return its weights."""
+        asked = self.is_asked_for_weights and kwargs.get("output_attentions")
+        return bool(asked) or self.config._attn_implementation == "eager"
 
     def _masked(self, query, length, attention_mask=None, alibi=None, position_bias=None, **_):
         """Return the mask together with what the family adds to scores: ALiBi, a bias by position, or a window."""
         mask = attention_mask
         if self.adds_alibi and alibi is not None:
-            mask = add_alibi(alibi, mask, len(query), self.heads, query.dtype)
+            mask = add_alibi(alibi, mask, query.shape[0], self.heads, query.dtype)
         if position_bias is not None:
             mask = add_bias(position_bias, mask, length, query.dtype)
         if self.window:
