@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 import rankfold
 from families import GQA, opened, some_ids, tokens
-from rankfold.cli.summary import options_for_target
+from rankfold.cli.summary import engine_of, options_for_target
 from rankfold.compression.budget import rank_options
 from rankfold.compression.importance import DenseMeasures
 from rankfold.exports.kept import stock_parameters
@@ -105,6 +105,20 @@ def test_ranks_for_an_engine_end_in_what_it_reads(target, command, place, run):
     code, out, err = run(f"compress wide -o made --sparsity 0.2 --modules mlp --target {target} {TEXT}")
     assert code in (0, None) and command in " ".join(out.partition("next:")[2].split()), err
     assert "stock" not in out
+    shutil.rmtree(place / "made")
+    out = run(f"compress wide -o made --sparsity 0.2 --modules mlp --target {target} {TEXT} --json")[1]
+    assert json.loads(out)["stock"]["parameters"] == stock_parameters(place / "made")  # which is one more way
+
+
+@pytest.mark.parametrize(
+    ("family", "engines"),
+    [("LlamaForCausalLM", ["vllm", "llama.cpp"]), ("GPT2LMHeadModel", ["vllm"]), ("BertForMaskedLM", [])]
+    + [("ViTForImageClassification", []), ("Gemma3ForConditionalGeneration", [])],
+)
+def test_an_engine_is_named_for_what_it_runs(family, engines, tmp_path):
+    getattr(transformers, family).config_class(architectures=[family]).save_pretrained(tmp_path)
+    targets = ("transformers", "vllm", "llama.cpp", "stock")
+    assert [t for t in targets if engine_of(tmp_path, {"plan": {"method": {"target": t}}})] == engines
 
 
 def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):

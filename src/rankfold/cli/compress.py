@@ -110,9 +110,10 @@ def command(
             summary.show_result(what, record, out)
         for line in recovery_lines(records[-1]):
             out.print(f"  {line}", soft_wrap=True)
-        if stock:
+        engine = summary.engine_of(output, records[-1])
+        if stock and engine is None:
             summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", output, out)
-        summary.show_next(output, records[-1], out, has_stock=stock is not None)
+        summary.show_next(output, records[-1], out, engine=engine, has_stock=stock is not None)
 
     if len(records) > 1:
         result = {"components": {record["plan"]["part"]: c.result_of(record) for record in records}}

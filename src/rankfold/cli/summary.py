@@ -60,8 +60,8 @@ def show_numbers(record: Record, out: "Console") -> None:
     out.print(f"  {c.where_time_went(seconds.pop('total'), seconds)}", soft_wrap=True)
 
 
-def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) -> None:
-    """Print the commands that a result is for."""
+def show_next(folder: Path, record: Record, out: "Console", *, engine: str | None, has_stock: bool) -> None:
+    """Print the commands that a result is for; ``engine`` is that of :func:`engine_of`."""
     place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
     commands = {}
     if "perplexity" in (record.get("held_out") or {}):
@@ -70,7 +70,6 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
             commands[f"rankfold chat {place}"] = "chat with it"
         else:
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
-    engine = _engine(folder, record)
     if engine == "llama.cpp":
         file = shlex.quote(f"{folder}.gguf")
         commands[f"rankfold export {place} -o {file} --format gguf-deci"] = "a file for llama.cpp"
@@ -83,23 +82,27 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
 
 
-def _engine(folder: Path, record: Record) -> str | None:
-    """Return the target of a run where that engine reads something else than a stock model."""
+def engine_of(folder: Path, record: Record) -> str | None:
+    """Return the target of a run where that engine runs the result, and reads something else than a stock model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from ..exports.llama_cpp import FAMILIES
     from ..models.whole import read_config
 
-    target = record["plan"]["method"]["target"]
-    is_read = target == "vllm" or (target == "llama.cpp" and read_config(folder).model_type in FAMILIES)
-    return target if is_read else None
+    target, config = record["plan"]["method"]["target"], read_config(folder)
+    writes = {*(config.architectures or ())} <= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    runs = {
+        "vllm": writes and config.get_text_config() is config,  # no encoder, and nothing that sees
+        "llama.cpp": config.model_type in FAMILIES,
+    }
+    return target if runs.get(target) else None
 
 
 def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:
-    """Return what a stock export of a result would keep; ``None`` where there is none, or nothing was saved, or the
-    engine that the ranks are for reads something else.
-    """
+    """Return what a stock export of a result would keep; ``None`` where there is none, or nothing was saved."""
     from ..exports.kept import stock_parameters
 
-    if "before" in record or record["plan"].get("part") not in (None, "language") or _engine(folder, record):
+    if "before" in record or record["plan"].get("part") not in (None, "language"):
         return None
     exported, dense, now = stock_parameters(folder), record["plan"]["parameters"], record["counts"]["parameters"]
     if exported is None or dense <= now:
