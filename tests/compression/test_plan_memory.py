@@ -18,21 +18,19 @@ SPARSITY = dict.fromkeys(("wanda", "sparsegpt", "pruner-zero"), 0.5)
 IDS = torch.randint(128, (5, 32), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def written(path, **options):
     torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 128}
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
+        **shape | options, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
     )
-    path = tmp_path_factory.mktemp("wide") / "model"
     transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="300KB")
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("wide") / "model")
 
 
 @pytest.fixture
@@ -47,9 +45,24 @@ def narrow_steps(monkeypatch):
 
 @pytest.mark.parametrize("name", ANY_MODEL)
 def test_the_estimate_is_what_is_taken(name, folder, narrow_steps, tmp_path):
-    method = rankfold.make_method(name, sparsity=SPARSITY.get(name, 0.34))
-    source, found = rankfold.open_model(folder, device="cpu"), []
+    source = rankfold.open_model(folder, device="cpu")
+    check_estimate(rankfold.make_method(name, sparsity=SPARSITY.get(name, 0.34)), lambda: source, tmp_path)
+
+
+def test_a_large_vocabulary_is_in_it(tmp_path):
+    """Its embeddings when the checkpoint is read back, too, and the logits."""
+    folder = written(tmp_path / "model", intermediate_size=64, vocab_size=16384, tie_word_embeddings=True)
+    check_estimate(
+        rankfold.make_method("strided", sparsity=0.34), lambda: rankfold.open_model(folder, device="cpu"), tmp_path
+    )
+
+
+def check_estimate(method, opened, tmp_path):
+    found = []
     data = rankfold.CalibrationData(IDS[:4], "random", "random", 0, held_out=IDS[4:])
-    options = {"method": method, "calibration": data, "output": tmp_path / "out"}
-    peak = peak_bytes(lambda: found.append(rankfold.compress(source, **options)))
+
+    def run():
+        found.append(rankfold.compress(opened(), method=method, calibration=data, output=tmp_path / "out"))
+
+    peak = peak_bytes(run)
     assert 0.9 * peak <= found[0].plan.peak_memory_bytes <= 1.3 * peak

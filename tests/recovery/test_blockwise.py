@@ -33,12 +33,18 @@ def blockwise(small, dense, work, texts=TEXTS, **options) -> Blockwise:
 
 
 @pytest.mark.parametrize(
-    ("width", "hidden", "sequences", "batch", "tune"),
-    [(128, 1024, 8, 128, "all"), (64, 128, 32, 1024, "all"), (64, 256, 16, 512, "norms")],
-    ids=["weights", "activations", "norms"],
+    ("width", "hidden", "sequences", "batch", "tune", "vocabulary"),
+    [
+        (128, 1024, 8, 128, "all", 128),
+        (64, 128, 32, 1024, "all", 128),
+        (64, 256, 16, 512, "norms", 128),
+        (128, 256, 8, 128, "all", 16384),
+    ],
+    ids=["weights", "activations", "norms", "tied embeddings"],
 )
-def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch, tune, tmp_path):
-    shape = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": 2, "vocab_size": 128}
+def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch, tune, vocabulary, tmp_path):
+    shape = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": 2, "vocab_size": vocabulary}
+    shape |= {"tie_word_embeddings": vocabulary > 128}
     config = transformers.LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
     text = CalibrationData(some_ids(16, 32), "some", "some", 0, held_out=some_ids(2, 32, seed=1))

@@ -17,5 +17,6 @@ def unique_parameters(model: nn.Module) -> int:
 
 
 def tensor_bytes(module: nn.Module) -> int:
-    """Count the bytes of a module's parameters and persistent buffers."""
-    return sum(t.nbytes for t in module.state_dict().values())
+    """Count the bytes of a module's parameters and persistent buffers; a tied matrix counts once."""
+    state = module.state_dict(keep_vars=True)
+    return sum(t.nbytes for t in {id(t): t for t in state.values()}.values())

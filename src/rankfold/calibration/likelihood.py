@@ -53,6 +53,15 @@ def token_losses(source, ids: Data, stream: Stream) -> list[Tensor]:
     return [row for rows in gather(found) for row in rows] if stream.is_shared else found
 
 
+def losses_memory(source, tokens: int) -> int:
+    """Return the bytes of logits, and of their softmax, that :func:`token_losses` holds at once.
+
+    Args:
+        tokens: of a batch.
+    """
+    return 2 * 4 * min(POSITIONS, tokens) * source.config.vocab_size if source.architecture.decoder else 0
+
+
 def compare_losses(dense: Sequence[Tensor], compressed: Sequence[Tensor]) -> Comparison:
     """Compare two models by their losses on the same tokens.
 

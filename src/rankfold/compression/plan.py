@@ -21,6 +21,7 @@ from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
 from ..calibration.gradients import numbers, widest
+from ..calibration.likelihood import losses_memory
 from ..calibration.offload import Offload
 from ..calibration.runner import batch_tokens
 from ..calibration.statistics import SAMPLE_ROWS, STATISTICS, dense_inputs
@@ -32,6 +33,7 @@ from ..models.dense_model import DenseModel
 from ..models.weights import buffer_bytes
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
+from .verify import reading_back
 
 # Of what is counted: removing this much more than was asked for is worth a line.
 ROUNDING = 0.01
@@ -228,11 +230,12 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
 
 def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None) -> int:
     """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that
-    measuring or decomposing a block or a backward pass takes."""
+    measuring or decomposing a block, predicting held-out text, reading back or a backward pass takes."""
     item = source.compute_dtype.itemsize
     active = 2 if source.autocast else item
     blocks = [unique_parameters(block) for block in source.blocks]
-    largest, around = max(blocks) * item, (unique_parameters(source.model) - sum(blocks)) * item
+    outer = unique_parameters(source.model) - sum(blocks)
+    largest, around = max(blocks) * item, outer * item
     resident = tensor_bytes(source.model) - around if source.is_resident else 0
     tokens = held_out = 0
     if calibration:
@@ -271,7 +274,10 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     passing = 4 * min(max(tokens, probes), batch_tokens(source)) * (6 * width + 3 * hidden)  # activations of a batch
     # Half of every moment once more, as sums in fp32.
     measuring = (1 + method.holds_dense) * largest + moments * 5 // 4 + passing
-    return int(around + resident + max(max(decomposing, measuring) + samples + stream, largest + backwards))
+    predicting = losses_memory(source, min(max(held_out, probes), batch_tokens(source)))
+    at_the_end = max(predicting, largest + reading_back(source, outer))
+    working = max(max(decomposing, measuring) + samples, at_the_end) + stream
+    return int(around + resident + max(working, largest + backwards))
 
 
 def _hidden(view: BlockView) -> int:

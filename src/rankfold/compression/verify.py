@@ -16,6 +16,16 @@ TOLERANCE = 1e-3  # of the logits' norm; or a few roundings of the stored dtype,
 LEAST = 1e-4  # a logit; smaller ones, as of a head of zeros, predict all tokens alike, and may be rounded off
 
 
+def reading_back(source: DenseModel, outer: int) -> int:
+    """Return the bytes that reading a checkpoint back takes: what surrounds its blocks, and logits of both models.
+
+    Args:
+        outer: parameters around the blocks.
+    """
+    logits = 4 * min(LENGTH, source.context_length) * source.config.vocab_size if source.architecture.decoder else 0
+    return outer * source.dtype.itemsize + 3 * logits  # their difference, too
+
+
 class Probe:
     """A short window that follows the compressed blocks while they are in memory.
 

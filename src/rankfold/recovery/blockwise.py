@@ -23,7 +23,7 @@ from .._utils.progress import track
 from .._utils.sizes import plural, size_text
 from ..allocation import unique_parameters
 from ..architectures import BlockView
-from ..calibration.likelihood import token_losses
+from ..calibration.likelihood import losses_memory, token_losses
 from ..calibration.observers import DenseBatch
 from ..calibration.runner import Stream, advance, advance_dense, block_output, middle_output, start
 from ..checkpoint.load import described
@@ -37,6 +37,7 @@ from ..models.dense_model import DenseModel
 from ..models.weights import as_written
 from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses, check_losses
+from .memory import storages
 from .options import Options
 from .rate import rate_by_size
 from .training import AT_ONCE, Clock, warm_up
@@ -151,12 +152,12 @@ class Blockwise:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate the peak in bytes, of tensors: what surrounds the blocks, two blocks and the optimiser, streams."""
+        """Estimate the peak in bytes, of tensors: what surrounds the blocks, streams, and two blocks and
+        the optimiser or, in the end, the logits of held-out text."""
         training = max(map(self._training_bytes, self.student.meta_blocks()))
         dense = max(map(unique_parameters, self.teacher.blocks)) * self.teacher.compute_dtype.itemsize
-        around = sum(
-            t.nbytes for m in (self.student, self.teacher) for t in m.model.state_dict().values() if not t.is_meta
-        )
+        outer = [t for m in (self.student, self.teacher) for t in m.model.state_dict().values()]
+        around = sum(storages(outer).values())  # a tied head once
         view = self.teacher.meta_block(0)
         width, item = view.attention.output.weight.shape[0], (self.student.autocast or torch.float32).itemsize
         probes = 0 if self.probes is None else self.probes.numel()
@@ -165,7 +166,7 @@ class Blockwise:
         hidden = view.mlp.hidden if view.mlp else 4 * width
         halves = (16 * width, 6 * width + 6 * hidden)  # activations of a batch, kept for the backward pass
         passing = 4 * self.at_once * (sum(halves) if view.middle is None else max(halves))
-        return around + training + 2 * dense + streams + passing  # fits what was measured
+        return around + streams + max(training + 2 * dense + passing, losses_memory(self.teacher, self.at_once))
 
     def _training_bytes(self, view: BlockView) -> int:
         """Return what a block takes with the optimiser of the half that is trained at once."""

@@ -61,7 +61,7 @@ def training_memory(
     # A backward pass begins with the loss; then a block's activations have gradients, or are computed again.
     begin = kept + max(chunk, inside) + (gradients if args.gradient_accumulation_steps > 1 else 0)
     end = inside + gradients
-    weights = sum(_storages([x for m in (network, *others) for x in (*m.parameters(), *m.buffers())]).values())
+    weights = sum(storages([x for m in (network, *others) for x in (*m.parameters(), *m.buffers())]).values())
     return weights + OPTIMISER * trained + always + max(begin, end)
 
 
@@ -83,7 +83,7 @@ def kept_for_backward(network: nn.Module, decoder: nn.Module, ids: Tensor) -> in
     Args:
         network, decoder: see :func:`.loss.hidden_states`.
     """
-    own, kept = _storages([*network.parameters(), *network.buffers()]), list[Tensor]()
+    own, kept = storages([*network.parameters(), *network.buffers()]), list[Tensor]()
     nothing = torch.empty(0)  # for a backward pass, which does not come
 
     def keep(x: Tensor) -> Tensor:
@@ -92,10 +92,10 @@ def kept_for_backward(network: nn.Module, decoder: nn.Module, ids: Tensor) -> in
 
     with saved_tensors_hooks(keep, lambda x: x), training_context(ids.device):
         hidden_states(network, decoder, ids)
-    return sum(size for place, size in _storages(kept).items() if place not in own)
+    return sum(size for place, size in storages(kept).items() if place not in own)
 
 
-def _storages(tensors: list) -> dict[int, int]:
-    """Return where tensors are -> their bytes; each place once, however many tensors share it."""
+def storages(tensors: list) -> dict[int, int]:
+    """Return where tensors are -> their bytes; each place once, however many tensors share it, and none on meta."""
     places = (x.untyped_storage() for x in tensors if not x.is_meta)
     return {place.data_ptr(): place.nbytes() for place in places}
