@@ -11,6 +11,10 @@ import rankfold
 from allocations import peak_bytes
 from families import ANY_MODEL
 from rankfold.calibration import moments
+from rankfold.calibration.statistics import STORED
+from rankfold.compression.importance import available
+from rankfold.compression.plan import measuring_memory
+from rankfold.compression.validate_spec import validated
 from rankfold.linalg import elimination, lowrank, nystrom, psd, residual_correction
 
 ROWS = 64
@@ -66,3 +70,14 @@ def check_estimate(method, opened, tmp_path):
 
     peak = peak_bytes(run)
     assert 0.9 * peak <= found[0].plan.peak_memory_bytes <= 1.3 * peak
+
+
+@pytest.mark.parametrize(("hidden", "tokens"), [(512, 128), (64, 4096), (256, 16384)])
+def test_measuring_takes_what_is_estimated(hidden, tokens, narrow_steps, tmp_path):
+    folder = written(tmp_path / "model", intermediate_size=hidden)
+    source = rankfold.open_model(folder, device="cpu")
+    ids = torch.randint(128, (tokens // 32, 32), generator=torch.Generator().manual_seed(0))
+    data = rankfold.CalibrationData(ids, "random", "random", 0)
+    estimate = measuring_memory(source, available(validated(source), set(STORED)), ids.numel())
+    peak = peak_bytes(lambda: rankfold.calibrate(source, calibration=data, output=tmp_path / "moments"))
+    assert 0.9 * peak <= estimate <= 1.3 * peak

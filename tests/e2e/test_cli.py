@@ -233,6 +233,7 @@ def test_chat_takes_a_line_of_a_pipe_a_turn(small, run, monkeypatch):
 
 def test_calibrate_once_then_plan_and_compress_many(place, run):
     code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
+    assert "memory about " in err
     assert code in (0, None), err
     code, out, _ = run(
         "plan model --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu "

@@ -280,6 +280,27 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     return int(around + resident + max(working, largest + backwards))
 
 
+def measuring_memory(source: DenseModel, statistics: set[str], tokens: int) -> int:
+    """Estimate the peak in bytes, of tensors, of measuring every block of the dense model once.
+
+    Args:
+        tokens: of the calibration samples.
+    """
+    item = source.compute_dtype.itemsize
+    active = 2 if source.autocast else item
+    blocks, views = [unique_parameters(block) for block in source.blocks], source.meta_blocks()
+    around = (unique_parameters(source.model) - sum(blocks)) * item
+    resident = tensor_bytes(source.model) - around if source.is_resident else 0
+    seen = [{name for name in statistics if STATISTICS[name].seen_in(view)} for view in views]
+    each = [_moment_bytes(view, names, tokens, active) for view, names in zip(views, seen, strict=True)]
+    moments, samples = (max(part) for part in zip(*each, strict=True))
+    view = max(views, key=_hidden)
+    width, at_once = view.attention.output.weight.shape[0], batch_tokens(source)
+    here = min(tokens, source.offload.held * at_once) if source.offload else tokens
+    passing = 4 * min(tokens, at_once) * (8 * width + 3 * _hidden(view))  # all that is observed is held at once
+    return int(around + resident + max(blocks) * item + moments * 5 // 4 + samples + passing + here * width * active)
+
+
 def _hidden(view: BlockView) -> int:
     """Return the hidden units of the MLP of a block, or of one of its experts."""
     if view.mlp:
