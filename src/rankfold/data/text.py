@@ -203,7 +203,7 @@ def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str
 def decode(data: bytes, path: Path) -> str:
     """UTF-8 with any line ends, with or without a mark in front; :class:`DataError` where it is not."""
     if 4 * data.count(0) > len(data):  # Latin letters in UTF-16 are valid UTF-8, with zeros between them
-        raise DataError(f"{path} is UTF-16 or UTF-32 without a mark, or no text; convert it to UTF-8")
+        raise DataError(f"{path} is UTF-16 or UTF-32, or no text; convert it to UTF-8")
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
