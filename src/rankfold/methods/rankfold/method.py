@@ -33,8 +33,9 @@ class Rankfold(MoDeGPT):
         residual_correction: fit output and down projections to all that the residual stream lacks after them, as far as
             held-out samples confirm; ``False``: to their own dense outputs only. An output projection is refitted where
             queries and keys or values lose dimensions, a down projection where units are removed.
-        norm_aware: where a norm follows output and down projections (Gemma 2 and 3, OLMo 2, GLM 4), count errors as it
-            does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count most.
+        norm_aware: where a norm follows output and down projections (as in Gemma 2, OLMo 2 and GLM 4), count errors as
+            it does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count
+            most.
         allow_module_removal: a measured allocation may remove a whole attention or MLP, where that costs less than many
             smaller ones; not with a budget in time or with sparsities of single modules. ``False``: something remains
             of each, because what a module does on other texts is lost with all of it (docs/method.md).
