@@ -75,9 +75,11 @@ class TwoOfFour(Method):
         for module in self.modules or self.all_modules:
             if module not in (*there, *elsewhere):
                 rest = dict.fromkeys(there, SPARSITY)
+                in_experts = view.experts and module in ("up", "down")
+                stacked = "; the stacked weights of experts are not taken" if in_experts else ""
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights "
-                    f"of experts are not taken; use {method_option('modules', rest)}"
+                    f"block {view.index} of {architecture.model_type} has no linear layers that are module {module!r}"
+                    f"{stacked}; use {method_option('modules', rest)}"
                 )
         wanted = tuple(m for m in there if m in (self.modules or there))
         for module in wanted:
