@@ -44,6 +44,9 @@ PATTERNS = {
     "cohere2-pattern": lambda n: t.Cohere2Config(
         **GQA | n, head_dim=8, sliding_window=8, sliding_window_pattern=2, **IDS
     ),
+    "cohere2_moe-pattern": lambda n: t.Cohere2MoeConfig(  # whose config takes no None for the pattern
+        **GQA | n, **EXPERTS, head_dim=8, sliding_window=8, sliding_window_pattern=2, **IDS
+    ),
     "exaone4-pattern": lambda n: t.Exaone4Config(
         **GQA | n, head_dim=8, sliding_window=8, sliding_window_pattern=3, **IDS
     ),

@@ -1,5 +1,9 @@
 """Settings of a config about single blocks, by their numbers, and what they are once blocks are removed."""
 
+import contextlib
+
+from huggingface_hub.errors import StrictDataclassError
+
 # An entry for every block.
 LISTS = (
     *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers", "indexer_types"),
@@ -34,7 +38,8 @@ def cut_part(config, kept: tuple[int, ...]) -> None:
     if getattr(config, "layer_types", None) is not None:
         for name in RULES:
             if getattr(config, name, None) is not None:
-                setattr(config, name, None)
+                with contextlib.suppress(StrictDataclassError):  # a config that wants a number has the list anyway
+                    setattr(config, name, None)
     config.num_hidden_layers = len(kept)
     for name, found in lists.items():
         left = [found[block] for block in kept] if len(found) >= blocks else found
