@@ -31,8 +31,8 @@ from rankfold.errors import UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes
 
 KNOWN = {a.model_type: a for a in known_architectures()}
-# Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside layers.
-UNREADABLE = {"opt", "opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm"}
+# Their blocks are none that a spec can be read off: norms stand in the stream, BLOOM and Falcon add inside layers.
+UNREADABLE = {"opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm"}
 STAYS_DENSE = {"falcon-sequential"}  # it repeats keys and values
 # Of what a spec says, what does not show in numbers: names of rates and of a field, and norms that this model lacks.
 FREE = {"dropout", "output_dropout", "qk_norm", "norm_offset", "width", "longrope"}
@@ -104,6 +104,7 @@ def unknown(name: str) -> nn.Module:
         # Experts: in all blocks; behind a dense one, with a shared one; that and a gate in attention.
         "minimax_m2": lambda: t.MiniMaxM2Config(**GQA, head_dim=8, num_local_experts=6, num_experts_per_tok=2),
         "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(**GQA, **AMONG_SIX, moe_layer_start_index=1),
+        "aria_text": lambda: t.AriaTextConfig(**GQA, **IDS, moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
         "afmoe": lambda: t.AfmoeConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8, num_dense_layers=1, sliding_window=8),
         "olmo_hybrid": lambda: t.OlmoHybridConfig(
             **{**SHAPE, **IDS, "num_key_value_heads": 4, "num_hidden_layers": 4},
@@ -123,6 +124,11 @@ def unknown(name: str) -> nn.Module:
             **{"index_topk": 8, "index_head_dim": 8, "index_n_heads": 4, "first_k_dense_replace": 1},
         ),
         "llama4_text": lambda: t.Llama4TextConfig(**(GQA | IDS), head_dim=8, intermediate_size_mlp=48, moe_layers=[]),
+        # Experts that take what the router has multiplied, all tokens in one row.
+        "llama4_text-experts": lambda: t.Llama4TextConfig(**(GQA | IDS), head_dim=8, num_local_experts=4),
+        "recurrent_gemma": lambda: t.RecurrentGemmaConfig(  # recurrent blocks have the path of attention
+            **(GQA | IDS), lru_width=32, attention_window_size=40, block_types=["recurrent", "attention"]
+        ),
         "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
             **{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6
         ),
@@ -136,8 +142,8 @@ def unknown(name: str) -> nn.Module:
 
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
-OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "afmoe"]
-ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "llama4_text", "mimo_v2_flash"]
+OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "aria_text", "afmoe"]
+ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "llama4_text", "recurrent_gemma", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +303,41 @@ def test_what_an_indexer_caches_is_counted():
     layer.update(torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6, 3))
     layer.update_indexer(torch.zeros(2, 6, 5))
     assert sum(x[0].numel() // x.shape[-2] for x in states_of_tokens(layer)) == 4 * 8 + 4 * 3 + 5
+
+
+def test_experts_that_cannot_be_read_are_named(caplog):
+    plan = rankfold.plan(unknown("llama4_text-experts"), 0.05, method="modegpt", calibration=tokens(), rank_multiple=2)
+    assert {module.module for module in plan.modules} == {"mlp"}
+    assert "% of the weights of its blocks stay dense, as they are in no attention, MLP or experts" in caplog.text
+    assert "can be read: feed_forward.experts and " in caplog.text
+
+
+def test_nothing_is_said_of_norms_and_routers(caplog):
+    for name in DENSE_PARTS + ["ernie4_5_moe", "recurrent_gemma"]:
+        validated(rankfold.open_model(unknown(name), device="cpu"))
+    assert "weights of its blocks stay dense" not in caplog.text
+
+
+def test_a_norm_over_hidden_units_is_the_reason():
+    model = t.AutoModelForCausalLM.from_config(t.BitNetConfig(**GQA, **IDS))
+    with pytest.raises(
+        UnsupportedModelError, match=r"block 0 does not run with half of its hidden units \(The size of"
+    ):
+        validated(rankfold.open_model(model, device="cpu"))
+
+
+def test_a_stream_of_another_shape_is_the_reason(monkeypatch):
+    """As of DeepSeek V4 or HY V4, whose blocks mix several streams."""
+    monkeypatch.setattr(
+        t.models.llama.modeling_llama.LlamaAttention,
+        "forward",
+        lambda self, hidden_states, **_: (hidden_states[:, :1], None),
+    )
+    model = tiny_model("llama")
+    forget(monkeypatch, model)
+    message = r"self_attn of a block sends \(2, 1, 32\), and what blocks hand on is \(2, 24, 32\)"
+    with pytest.raises(UnsupportedModelError, match=message):
+        validated(rankfold.open_model(model, device="cpu"))
 
 
 class Alone(nn.Sequential):

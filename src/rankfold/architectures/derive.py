@@ -18,7 +18,7 @@ from .spec import LLAMA_4_GROWTH, Architecture, AttentionSpec, ExpertsSpec, MLPS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-AFFIX = re.compile(r"^(to_|in_|self_)|_?(proj|projection|lin|linear|layer|weight)$|_")
+AFFIX = re.compile(r"^(to_|in_|self_|linear_)|_?(proj|projection|lin|linear|layer|weight)$|_")
 SEPARATE = {"q": ("q", "wq", "query"), "k": ("k", "wk", "key"), "v": ("v", "wv", "value")}
 FUSED = ("qkv", "wqkv", "querykeyvalue", "cattn", "wpack")
 OUTPUTS = ("o", "out", "wo", "output", "dense", "c")
@@ -27,6 +27,7 @@ DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 OUTPUT_DROPOUTS = ("residual_dropout", "resid_dropout", "hidden_dropout")
 WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 GROUPS = ("n_group", "topk_group")
 Layers = dict[str, nn.Module]
 
@@ -117,16 +118,22 @@ def _attention(blocks: nn.ModuleList, config) -> tuple[str, nn.Module]:
 
 
 def _mixers(blocks: nn.ModuleList, attention: str, config) -> tuple[AttentionSpec, ...]:
-    """What blocks without such a module have in its place."""
+    """What blocks without such a module have in its place, perhaps at the same path."""
     found: dict[str, nn.Module] = {}
+    has_qkv = any(_has_qkv(block, attention) for block in blocks)
     for block in blocks:
-        names = _numbered(block)
-        if names and attention not in names:
+        names = _numbered(block) or [attention]
+        there = part_at(block, names[0]) is not None
+        if there and (attention not in names or (has_qkv and not _has_qkv(block, attention))):
             found.setdefault(names[0], block.get_submodule(names[0]))
     return tuple(
         replace(mixer(name, f"it is {type(module).__name__}"), output=_one_output(linear_layers(module), (), config))
         for name, module in found.items()
     )
+
+
+def _has_qkv(block: nn.Module, path: str) -> bool:
+    return bool(_qkv(linear_layers(part_at(block, path) or nn.Identity())))
 
 
 def _outside(block: nn.Module, places: tuple[str, ...]) -> Layers:
@@ -138,7 +145,8 @@ def _outside(block: nn.Module, places: tuple[str, ...]) -> Layers:
 def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec | None:
     """``None`` where there are none, or none of those that transformers runs by kernels of its own."""
     found: list[tuple[str, Any]] = [item for item in block.named_modules() if getattr(item[1], "has_gate", False)]
-    if len(found) != 1 or not hasattr(config, "num_experts_per_tok"):
+    active = next((name for name in ACTIVE if hasattr(config, name)), None)
+    if len(found) != 1 or active is None:
         return None
     ((path, module),) = found
     experts = len(module.down_proj)
@@ -155,6 +163,7 @@ def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec |
         shared=replace(shared, width=None) if shared else None,
         width=None if shared else _field(module.down_proj.shape[1 if module.is_transposed else 2], config),
         count=count,
+        active=active,
         groups=GROUPS if all(getattr(config, name, None) for name in GROUPS) else None,
     )
 
@@ -174,7 +183,8 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, blocks: nn.M
         return left_dense(AttentionSpec(path, output, (), kv_heads=kv_heads), why)
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
     # Of all blocks: some have an indexer that the first lacks, and it chooses among more tokens than a proof runs.
-    every = dict.fromkeys(name for block in blocks for name in linear_layers(part_at(block, path) or nn.Identity()))
+    there = [part_at(block, path) for block in blocks if part_at(block, f"{path}.{output}") is not None]
+    every = dict.fromkeys(name for attention in there for name in linear_layers(attention))
     others = [name for name in every if name not in (*qkv, output)]
     if scaling is None and not others:
         raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))

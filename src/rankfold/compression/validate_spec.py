@@ -32,6 +32,7 @@ from .replace import replaced
 log = logging.getLogger(__name__)
 
 SHAPE, SEED = (2, 24), 0  # of the random token ids
+LEFT = 0.1  # share of the weights of blocks that may stay dense without a word: norms and routers are less
 # Attributes that may say that a layer rotates.
 SWITCHES = ("use_rope", "rope", "is_sliding", "sliding_window", "use_rotary")
 
@@ -69,7 +70,31 @@ def validated(source: DenseModel) -> DenseModel:
         )
         if spec.attention.beyond:
             log.warning("attention of model type %r stays dense: %s", spec.model_type, spec.attention.beyond)
+        if left := _left_dense(source):
+            log.warning("model type %r: %s", spec.model_type, left)
     return source
+
+
+def _left_dense(source: DenseModel) -> str | None:
+    """Say which weights of the blocks are in no part that the spec names, where they are more than a few."""
+    total, left = 0, dict[str, int]()
+    for view in source.meta_blocks():
+        spec, mlp = view.architecture, view.mlp
+        parts = [spec.attention_of(view.module).path, *(mlp.paths.values() if mlp else ())]
+        inside = tuple(f"{path}." for path in (*parts, *([view.experts.spec.path] if view.experts else ())))
+        for name, weight in view.module.named_parameters():
+            total += weight.numel()
+            if not name.startswith(inside):
+                owner = name.rpartition(".")[0]
+                left[owner] = left.get(owner, 0) + weight.numel()
+    share = sum(left.values()) / total
+    if share < LEFT:
+        return None
+    first, *others = sorted(left, key=lambda name: -left[name])
+    return (
+        f"{share:.0%} of the weights of its blocks stay dense, as they are in no attention, MLP or experts that can be "
+        f"read: {first}{f' and {len(others)} more' if others else ''}"
+    )
 
 
 @torch.no_grad()
@@ -167,7 +192,8 @@ def _look(view: BlockView, stream: Stream) -> _Look:
     def note(name: str):
         def hook(_, args, kwargs, output):
             given = args[0] if args else kwargs.get("hidden_states")
-            inputs[name], outputs[name] = given, output[0] if isinstance(output, tuple) else output
+            sent = output[0] if isinstance(output, tuple) else output
+            inputs[name], outputs[name] = (_like(before, x) for x in (given, sent))
 
         return hook
 
@@ -180,12 +206,20 @@ def _look(view: BlockView, stream: Stream) -> _Look:
     return _Look(before, output[0] if returns else output, inputs, outputs, returns)
 
 
+def _like(before: Tensor, x: Any) -> Any:
+    """Return it as ``(B, T, D)`` where it is the same in one row, ``(B T, D)``, as some layers take it."""
+    return x.view(before.shape) if isinstance(x, Tensor) and x.shape == before.flatten(0, -2).shape else x
+
+
 def _halves(view: BlockView, stream: Stream, source: DenseModel) -> Architecture:
     """Find where the stream between attention and MLP is, and whether both add to it what they send."""
     spec, look, path = view.architecture, _look(view, stream), view.attention.spec.path
     if path not in look.outputs:
         _refuse(source, f"{path} of a block is never called")
     close, sent, whole = _close(source), look.outputs[path], look.after - look.before
+    if sent.shape != whole.shape:
+        shapes = f"{tuple(sent.shape)}, and what blocks hand on is {tuple(whole.shape)}"
+        _refuse(source, f"{path} of a block sends {shapes}")
     mlp = _mlp_sends(view, look)
     for name, x in look.inputs.items():
         if "." in name or not isinstance(x, Tensor) or x.shape != whole.shape:
@@ -292,7 +326,12 @@ def _heard(down: Dense, keep: Tensor) -> Dense:
 
 def _units(view: BlockView, halves: tuple[BlockResult, BlockResult], stream: Stream, source: DenseModel) -> float:
     """Return the relative difference between the two, which is none where hidden units do not depend on each other."""
-    error = _difference(*(_sent(view, result, stream, source) for result in halves))
+    fewer, silent = halves
+    expected = _sent(view, silent, stream, source)
+    try:
+        error = _difference(_sent(view, fewer, stream, source), expected)
+    except RuntimeError as wrong:  # as of a norm over all hidden units
+        _refuse(source, f"block {view.index} does not run with half of its hidden units ({first_line(wrong)})")
     if error > _close(source):
         _refuse(source, f"hidden units of block {view.index} depend on each other, by {error:.1e}")
     return error
