@@ -102,8 +102,10 @@ def unknown(name: str) -> nn.Module:
         "persimmon": lambda: t.PersimmonConfig(**SHAPE),
         "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
         # Experts: in all blocks; behind a dense one, with a shared one; that and a gate in attention.
-        "minimax_m2": lambda: t.MiniMaxM2Config(**GQA, head_dim=8, num_local_experts=6, num_experts_per_tok=2),
-        "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(**GQA, **AMONG_SIX, moe_layer_start_index=1),
+        "flex_olmo": lambda: t.FlexOlmoConfig(**GQA, **IDS, num_experts=6, num_experts_per_tok=2),
+        "exaone_moe": lambda: t.ExaoneMoeConfig(
+            **GQA, **IDS, **AMONG_SIX, head_dim=8, first_k_dense_replace=1, num_shared_experts=1, sliding_window=8
+        ),
         "aria_text": lambda: t.AriaTextConfig(**GQA, **IDS, moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
         "afmoe": lambda: t.AfmoeConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8, num_dense_layers=1, sliding_window=8),
         "olmo_hybrid": lambda: t.OlmoHybridConfig(
@@ -142,7 +144,7 @@ def unknown(name: str) -> nn.Module:
 
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
-OTHER_PARTS = ["minimax_m2", "ernie4_5_moe", "aria_text", "afmoe"]
+OTHER_PARTS = ["flex_olmo", "exaone_moe", "aria_text", "afmoe"]
 ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "llama4_text", "recurrent_gemma", "mimo_v2_flash"]
 
 
@@ -212,15 +214,15 @@ def test_queries_that_grow_with_their_position_do_so_behind_what_a_proof_runs(tm
 
 def test_no_stock_model_of_such_a_family_is_narrower(tmp_path):
     """What its config can say is not known, and no weights tell how a class stores what they are padded to."""
-    unknown("minimax_m2").save_pretrained(tmp_path / "dense")
+    unknown("flex_olmo").save_pretrained(tmp_path / "dense")
     common = {"calibration": tokens(), "sparsity": 0.1, "rank_multiple": 2}
     with pytest.raises(
-        UnsupportedModelError, match=r"'minimax_m2' is not one of the families .*take target='transformers'"
+        UnsupportedModelError, match=r"'flex_olmo' is not one of the families .*take target='transformers'"
     ):
         rankfold.compress(tmp_path / "dense", target="stock", allocation="uniform", **common)
     rankfold.compress(tmp_path / "dense", output=tmp_path / "small", **common)
     for form in ("stock", "gguf", "deci"):
-        with pytest.raises(UnsupportedModelError, match="minimax_m2"):
+        with pytest.raises(UnsupportedModelError, match="flex_olmo"):
             rankfold.export(tmp_path / "small", tmp_path / form, format=form)
         assert not (tmp_path / form).exists()
 
@@ -313,7 +315,7 @@ def test_experts_that_cannot_be_read_are_named(caplog):
 
 
 def test_nothing_is_said_of_norms_and_routers(caplog):
-    for name in DENSE_PARTS + ["ernie4_5_moe", "recurrent_gemma"]:
+    for name in DENSE_PARTS + ["exaone_moe", "recurrent_gemma"]:
         validated(rankfold.open_model(unknown(name), device="cpu"))
     assert "weights of its blocks stay dense" not in caplog.text
 

@@ -47,6 +47,14 @@ CONFIGS = {
     "glm4_moe_lite": lambda: t.Glm4MoeLiteConfig(**LATENT, **BESIDE_SHARED_OF_TYPES),
     "glm4_moe": lambda: t.Glm4MoeConfig(**GQA, **BESIDE_SHARED, head_dim=8, use_qk_norm=False, attention_bias=True),
     "dots1": lambda: t.Dots1Config(**GQA, **BESIDE_SHARED, head_dim=8),
+    "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(
+        **GQA,
+        **{"moe_num_experts": E, "moe_k": TOP, "moe_intermediate_size": F, "moe_num_shared_experts": 2},
+        **{"moe_layer_start_index": 1, "head_dim": 8, "use_bias": True},
+    ),
+    "minimax_m2": lambda: t.MiniMaxM2Config(
+        **NARROW, head_dim=8, rotary_dim=4, num_local_experts=E, num_experts_per_tok=TOP
+    ),
     "qwen3_next": lambda: t.Qwen3NextConfig(
         **_qwen(),
         **HEADS_OF_STATES,
@@ -84,7 +92,7 @@ ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", 
 OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
-    **dict.fromkeys(OF_DEEPSEEK, "mlp.shared_experts"),
+    **dict.fromkeys((*OF_DEEPSEEK, "ernie4_5_moe"), "mlp.shared_experts"),
     "granitemoehybrid": "shared_mlp",
     "nemotron_h": "mixer.shared_experts",
     "gemma4_text": "mlp",
@@ -95,6 +103,7 @@ PLAIN = {
     ("lfm2_moe", 0),
     ("jamba", 1),
     ("nemotron_h", 1),
+    ("ernie4_5_moe", 0),
     *((family, 0) for family in OF_DEEPSEEK),
 }  # blocks without experts
 
@@ -107,7 +116,9 @@ def model_of(family: str) -> nn.Module:
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(CONFIGS[family]())
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2:
+        if name.endswith("correction_bias"):  # of ERNIE's router; a larger one sends all tokens to the same experts
+            nn.init.normal_(parameter, std=0.01)
+        elif parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.1 if name.endswith("bias") else 0.25)
         elif name.endswith("per_expert_scale"):
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -402,7 +413,11 @@ def test_narrower_experts_compute_what_experts_with_silent_units_compute(run):
 def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_widest(run, tmp_path):
     family, _, small, *_ = run
     rankfold.save(small, tmp_path / "small")
-    if family in (*OF_DEEPSEEK, "jamba"):  # one number of the config is the width of something else, too
+    if family in (
+        *OF_DEEPSEEK,
+        "ernie4_5_moe",
+        "jamba",
+    ):  # one number of the config is the width of something else, too
         with pytest.raises(UnsupportedModelError, match="as large as the dense model"):
             rankfold.export(tmp_path / "small", tmp_path / "stock")
         return

@@ -1,9 +1,9 @@
 """DeepSeek V2 and V3: experts beside a shared one behind the first blocks; latent attention. dots.llm1: such experts,
-and Qwen3's attention."""
+and Qwen3's attention. ERNIE 4.5 MoE: such experts without groups, and the attention of ERNIE 4.5."""
 
 from dataclasses import replace
 
-from .llama import LLAMA
+from .llama import ADJACENT, LLAMA
 from .qwen import QWEN3
 from .spec import AttentionSpec, ExpertsSpec, MLPSpec
 
@@ -32,4 +32,10 @@ ARCHITECTURES = (
     replace(DEEPSEEK, model_type="deepseek_v2", experts=replace(EXPERTS, count="n_routed_experts")),
     replace(DEEPSEEK, model_type="glm4_moe_lite"),
     replace(QWEN3, model_type="dots1", experts=EXPERTS),
+    replace(
+        LLAMA,
+        model_type="ernie4_5_moe",
+        attention=ADJACENT,
+        experts=replace(EXPERTS, count="num_experts", groups=None),
+    ),
 )

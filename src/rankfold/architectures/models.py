@@ -86,6 +86,8 @@ EXPERTS = {
     "glm4_moe": "GLM 4.5 to 4.7",
     "glm4_moe_lite": "GLM 4.7 Flash",
     "dots1": "dots.llm1",
+    "ernie4_5_moe": "ERNIE 4.5 MoE",
+    "minimax_m2": "MiniMax M2",
     "lfm2_moe": "LFM2-MoE",
     "jamba": "Jamba",
     "nemotron_h": "Nemotron-H and Nemotron 3 Nano",

@@ -1,4 +1,5 @@
-"""OLMo: Llama's block, norms without weights. OLMo 2 and 3: norms after each half, and over all heads of q and k."""
+"""OLMo: Llama's block, norms without weights. OLMo 2 and 3: norms after each half, and over all heads of q and k.
+MiniMax M2: OLMoE's experts and attention, of which a part of each head rotates."""
 
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from .spec import ExpertsSpec, NormsSpec
 
 NORMED = replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_over="all heads")
 OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False, norms_behind=BEHIND)
+OLMOE = replace(LLAMA, attention=NORMED, mlp=None, experts=ExpertsSpec(width="intermediate_size"))
 CLIPPED = "it clips queries, keys and values, and what has fewer dimensions would be clipped otherwise"
 CLIPS = (("clip_qkv", CLIPPED),)
 
@@ -15,12 +17,6 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="olmo", norms=NormsSpec(centres=True), unless=CLIPS),
     OLMO2,
     replace(OLMO2, model_type="olmo3"),
-    replace(
-        LLAMA,
-        model_type="olmoe",
-        attention=NORMED,
-        mlp=None,
-        experts=ExpertsSpec(width="intermediate_size"),
-        unless=CLIPS,
-    ),
+    replace(OLMOE, model_type="olmoe", unless=CLIPS),
+    replace(OLMOE, model_type="minimax_m2"),
 )
