@@ -1,5 +1,7 @@
 """A checkpoint is read back and compared with what was in memory before it is called finished."""
 
+import copy
+
 import pytest
 import torch
 
@@ -41,6 +43,32 @@ def test_logits_that_are_all_but_zero_are_no_damage(scale, dtype, tmp_path):
     method = MoDeGPT(sparsity=0.3, rank_multiple=2)
     folder = rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small").output
     assert rankfold.load(folder)(some_ids()).logits.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("damaged", [None, "embed_tokens", "down_proj"])
+def test_roundings_of_embeddings_that_a_model_makes_more_of_are_no_damage(damaged):
+    """As of a model that was destroyed: what is written begins almost alike, and ends as something else."""
+    model, noise = tiny_model("llama"), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(30.0 if "q_proj" in name or "k_proj" in name else 1.0)
+    written = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = written.model.embed_tokens.weight
+        weight.add_(1e-3 * weight.std() * torch.randn(weight.shape, generator=noise))
+        for name, weight in written.named_parameters():
+            if damaged and damaged in name:
+                weight.add_(0.1 * weight.std() * torch.randn(weight.shape, generator=noise))
+    source = rankfold.open_model(model, device="cpu")
+    probe = Probe(source, tolerance=2e-3)
+    for index in range(len(source)):
+        probe.follow(source.block(index))
+    again = rankfold.open_model(written, device="cpu")
+    if damaged:
+        with pytest.raises(CheckpointError, match="computes other logits"):
+            probe.compare(again)
+    else:
+        assert probe.compare(again) > probe.tolerance
 
 
 def test_a_checkpoint_that_computes_something_else_is_not_finished(tmp_path, monkeypatch):
