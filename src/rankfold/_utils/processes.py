@@ -300,8 +300,8 @@ def _connected() -> Generator[None]:
 def _lost(error: RuntimeError) -> RankfoldError:
     """Return what to raise where another process has died."""
     lost = RankfoldError(
-        f"another process of this run has ended ({first_line(error)[:120]}); give the same command again: it goes on, "
-        f"with any number of processes (where it takes {option('shards')}, with the same)"
+        f"another process of this run has ended ({first_line(error)[:120]}); give the same command again: what was "
+        f"finished and written is kept, for any number of processes (where it takes {option('shards')}, for the same)"
     )
     lost.add_note(TOLD)
     return lost
