@@ -218,6 +218,16 @@ def test_what_is_a_stock_model_already_is_said(tmp_path):
         rankfold.export(small, tmp_path / "stock")
 
 
+def test_a_model_that_lost_blocks_is_compared_with_the_dense_one(tmp_path):
+    dense, small = opened("llama"), tmp_path / "small"
+    rankfold.compress(dense, 0.3, method="shortgpt", calibration=tokens(), output=small)
+    result = rankfold.export(small, tmp_path / "deci", "deci")
+    whole = sum(p.numel() for p in dense.model.parameters())
+    assert result.dense == whole > result.compressed == result.exported and result.kept == 1
+    card = (tmp_path / "deci" / "README.md").read_text()
+    assert f"| dense | {whole:,} |" in card and "compressed by `shortgpt`" in card
+
+
 def test_the_dtype_is_as_stored_or_as_asked(tmp_path):
     source = rankfold.open_model(opened("llama").model.to(torch.bfloat16), device="cpu")
     rankfold.compress(

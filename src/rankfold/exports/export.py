@@ -15,6 +15,8 @@ from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
 from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.dense_model import DenseModel
+from ..models.given import resolve_model
+from ..report.record import NAME, read_record, records_of
 from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
@@ -131,21 +133,23 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)
-    counts = _counts(source, form)
+    folder, _ = resolve_model(model)
+    record = read_record(folder) if (folder / NAME).is_file() else None
+    counts = _counts(source, form, record)
     exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
     probe = Probe(source, Q8_TOLERANCE if quantised else exact, chosen.context(form.config))
     with creating(output) as place:
         difference = chosen.write(source, form, place, probe, **({"quantised": quantised} if chosen.quantises else {}))
         done = Exported(output, format, *counts, difference)
         if place.is_dir():
-            write_text(place / "README.md", _card(done, source))
+            write_text(place / "README.md", _card(done, source, record))
     return done
 
 
-def _card(done: Exported, source: DenseModel) -> str:
+def _card(done: Exported, source: DenseModel, record: dict[str, Any] | None) -> str:
     """README.md of an exported folder."""
     config: Any = source.model.config
-    made = config.quantization_config.fields if described(config) else {}
+    made = record or (config.quantization_config.fields if described(config) else {})
     return CARD.format(
         base=made.get("base_model", source.name),
         method=made.get("method", "no method"),
@@ -157,10 +161,14 @@ def _card(done: Exported, source: DenseModel) -> str:
     )
 
 
-def _counts(source: DenseModel, form: Form) -> tuple[int, int, int]:
-    """Parameters of the dense, the compressed and the padded model."""
+def _counts(source: DenseModel, form: Form, record: dict[str, Any] | None) -> tuple[int, int, int]:
+    """Parameters of the dense, the compressed and the padded model.
+
+    The config of a model that lost blocks or experts no longer says how many there were: the record does.
+    """
     dense = Form(plain(source.model.config), source.architecture, {})
-    whole, compressed, padded = (parameters(model) for model in (dense.empty(), source.model, form.empty()))
+    compressed, padded = parameters(source.model), parameters(form.empty())
+    whole = records_of(record)[0]["plan"]["parameters"] if record else parameters(dense.empty())
     if whole > compressed and padded >= whole:
         raise UnsupportedModelError(
             f"padded to what {type(source.model).__name__} can have, {source.name} would be as large as the dense "
