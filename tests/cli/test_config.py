@@ -41,7 +41,7 @@ def record_of(method, **facts) -> dict:
         "plan": plan,
     }
     needed = {"rankfold_version": "0", "method": method.name, "blocks": {}}
-    needed["run"] = {"seconds": {"total": 1}, "estimated": {"seconds": None, "peak_memory_bytes": 0}}
+    needed["run"] = {"seconds": {"total": 1}, "estimated": {"peak_memory_bytes": 0}}
     return needed | {"counts": {"sparsity": 0.3, **dict.fromkeys(COUNTED, 0)}} | given | facts
 
 

@@ -125,7 +125,7 @@ RECORD = {
     "probe_texts": PROBE_TEXTS,
     "recovery": Maybe(RECOVERY),
     "goal": Maybe(GOAL),
-    "run": {"seconds": Each(NUMBER, "total"), "estimated": {"seconds": Maybe(NUMBER), "peak_memory_bytes": int}},
+    "run": {"seconds": Each(NUMBER, "total"), "estimated": {"peak_memory_bytes": int}},
 }
 # Of an encoder, which has no perplexity.
 STATES = {"windows": int, "state_error": NUMBER, "cosine": NUMBER, "warning": Maybe(str)}
@@ -244,15 +244,15 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
         description: what was done, counts and what was found on held-out samples; ``before``, the record of the part
             that was compressed before this one, where one was.
     """
-    estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
-        "estimated": estimates,
+        "estimated": {"peak_memory_bytes": plan.peak_memory_bytes},
         "processes": process_count(),
         "offload": source.offload.name if source.offload else None,
     }
-    planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
+    elsewhere = {"seconds", "peak_memory_bytes", "calibration"}
+    planned = {key: value for key, value in plan.to_dict().items() if key not in elsewhere}
     record = {
         **description,
         "versions": versions(),
