@@ -195,6 +195,7 @@ def test_the_mathematics_of_mmlu_has_examples_of_its_own_subject_and_counts_ever
         right.append(values.index(max(values)) == row["answer"])
     found = evaluate_tasks(*tiny, ["mmlu_math:2"], folder=tmp_path)
     assert set(found) == {"mmlu_math"} and found["mmlu_math"]["acc"] == pytest.approx(sum(right) / len(right))
+    assert found["mmlu_math"]["samples"] == len(right)
     assert 0 < sum(right) < len(right) == 11
 
 

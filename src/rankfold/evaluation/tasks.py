@@ -309,7 +309,7 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
 
 def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
     """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``, with the name of
-    a filter behind that of the metric, and how many prompts were cut, if any."""
+    a filter behind that of the metric, the number of questions, and how many prompts were cut, if any."""
     facts = {}
     for key, value in result["results"][name].items():
         metric, comma, filtered = key.partition(",")
@@ -321,8 +321,8 @@ def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
             error = "_stderr" * metric.endswith("_stderr")
             metric = f"{metric.removesuffix('_stderr')},{filtered}{error}"
         facts[metric] = None if value == "N/A" else value
-    if name in result["n-samples"]:
-        facts["samples"] = result["n-samples"][name]["effective"]
+    asked = Counter({task: numbers["effective"] for task, numbers in result["n-samples"].items()})
+    facts["samples"] = _of_leaves(name, asked, result["group_subtasks"])
     if truncated := _of_leaves(name, cut, result["group_subtasks"]):
         facts["truncated"] = truncated
     return facts | {"num_fewshot": result["n-shot"].get(name), "version": result["versions"].get(name)}
