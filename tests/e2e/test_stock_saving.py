@@ -15,6 +15,7 @@ from rankfold.cli.summary import engine_of, options_for_target
 from rankfold.compression.budget import rank_options
 from rankfold.compression.importance import DenseMeasures
 from rankfold.exports.kept import stock_parameters
+from rankfold.exports.vllm import why_refused
 from saved import save_tiny
 
 TEXT = "--calibration pydoc --num-samples 4 --max-length 32 --rank-multiple 2"
@@ -113,12 +114,36 @@ def test_ranks_for_an_engine_end_in_what_it_reads(target, command, place, run):
 @pytest.mark.parametrize(
     ("family", "engines"),
     [("LlamaForCausalLM", ["vllm", "llama.cpp"]), ("GPT2LMHeadModel", ["vllm"]), ("BertForMaskedLM", [])]
-    + [("ViTForImageClassification", []), ("Gemma3ForConditionalGeneration", [])],
+    + [("ViTForImageClassification", []), ("Gemma3ForConditionalGeneration", []), ("FalconForCausalLM", ["vllm"])]
+    # vLLM's backend has no ALiBi, no windows of GPT-Neo's, no sinks, and no blocks without attention
+    + [(name, []) for name in ("BloomForCausalLM", "MptForCausalLM", "GPTNeoForCausalLM", "GptOssForCausalLM")]
+    + [("Qwen3NextForCausalLM", []), ("BambaForCausalLM", []), ("NemotronHForCausalLM", [])],
 )
 def test_an_engine_is_named_for_what_it_runs(family, engines, tmp_path):
     getattr(transformers, family).config_class(architectures=[family]).save_pretrained(tmp_path)
     targets = ("transformers", "vllm", "llama.cpp", "stock")
     assert [t for t in targets if engine_of(tmp_path, {"plan": {"method": {"target": t}}})] == engines
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        ({}, None),
+        ({"block": {"kind": "shortcut_block"}}, "slicegpt"),
+        ({"attention": {"kind": "attention", "k": {"kind": "latent", "basis": "before"}}}, "basis-sharing"),
+        ({"attention": {"kind": "attention", "alibi": True}}, "a mask or a bias of its own"),
+        ({"attention": {"kind": "attention", "causal": False}}, "a mask or a bias of its own"),
+        ({"attention": {"kind": "attention", "sinks": True}}, "attention sinks"),
+    ],
+)
+def test_what_vllm_does_not_run_is_named_with_its_reason(modules, reason):
+    found = why_refused(transformers.LlamaConfig(), modules)
+    assert found is None if reason is None else reason in found
+
+
+def test_falcon_with_alibi_is_not_for_vllm():
+    """Its mask holds the bias, and vLLM's attention takes no mask."""
+    assert "a mask or a bias" in (why_refused(transformers.FalconConfig(alibi=True), {}) or "")
 
 
 def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):

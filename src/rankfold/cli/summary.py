@@ -87,12 +87,15 @@ def engine_of(folder: Path, record: Record) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ..exports.llama_cpp import FAMILIES
+    from ..exports.vllm import why_refused
     from ..models.whole import read_config
 
     target, config = record["plan"]["method"]["target"], read_config(folder)
     writes = {*(config.architectures or ())} <= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    is_text_model = writes and config.get_text_config() is config  # no encoder, and nothing that sees
+    modules = getattr(config, "quantization_config", {}).get("modules", {})  # none where all stay dense
     runs = {
-        "vllm": writes and config.get_text_config() is config,  # no encoder, and nothing that sees
+        "vllm": is_text_model and why_refused(config, modules) is None,
         "llama.cpp": config.model_type in FAMILIES,
     }
     return target if runs.get(target) else None

@@ -25,15 +25,8 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
 from ..errors import CheckpointError, UnsupportedModelError, method_option, option
-from ..modules import (
-    METHOD_NAMES,
-    CompressedAttention,
-    LatentLinear,
-    PredictedNorm,
-    ShortcutBlock,
-    SparseLinear,
-    SplitHeadLinear,
-)
+from ..exports.vllm import why_refused
+from ..modules import METHOD_NAMES, CompressedAttention, LatentLinear, PredictedNorm, SparseLinear, SplitHeadLinear
 
 NAME = "RankfoldForCausalLM"
 APART = (LatentLinear, SplitHeadLinear, SparseLinear)
@@ -79,7 +72,10 @@ class CompressedForCausalLM(TransformersForCausalLM):
     """A compressed model under vLLM."""
 
     def __init__(self, *, vllm_config, prefix: str = ""):
-        vllm_config.model_config.hf_config.quantization_config["quant_method"] = METHOD_NAMES[0]  # vLLM respells it
+        config = vllm_config.model_config.hf_config
+        if reason := why_refused(config, config.quantization_config["modules"]):
+            raise UnsupportedModelError(reason)
+        config.quantization_config["quant_method"] = METHOD_NAMES[0]  # vLLM respells it
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for module in self.model.modules():
             if hasattr(module, "check_indices") or hasattr(module, "unpack"):
@@ -98,14 +94,6 @@ class CompressedForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self) -> None:
         for module in list(self.model.modules()):
-            if isinstance(module, ShortcutBlock):
-                raise UnsupportedModelError(
-                    "a residual stream that changes its width (slicegpt) is not run by vLLM's backend; use transformers"
-                )
-            if isinstance(module, LatentLinear) and module.basis:
-                raise UnsupportedModelError(
-                    "bases that several blocks share (basis-sharing) are not loaded by vLLM's backend; use transformers"
-                )
             if any(isinstance(child, APART) for child in module.children()):
                 module.__class__ = _apart(type(module), tuple(type(child) for child in module.children()))
         if (count := self.tp_group.world_size) > 1:
@@ -155,16 +143,6 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 module.attn = self._attention(module, name)
 
     def _attention(self, module: CompressedAttention, name: str) -> Attention:
-        if module.adds_alibi or module.window or not module.is_causal or self.text_config.model_type == "mpt":
-            raise UnsupportedModelError(
-                f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend "
-                "for transformers models does not support; use transformers"
-            )
-        if hasattr(module, "sinks"):
-            raise UnsupportedModelError(
-                f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does "
-                "not support; use transformers"
-            )
         width = max(module.qk_dim, module.vo_dim)
         check_width(width, name)
         return Attention(
