@@ -106,6 +106,18 @@ def test_without_rankfold_and_without_trust_what_is_printed_says_what_helps(tmp_
     assert "got rankfold (import rankfold first, or give trust_remote_code=True)" in done.stderr
 
 
+def test_a_class_that_a_folder_is_not_for_is_named(tmp_path):
+    source = opened_encoder("vit-head")
+    method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
+    small = rankfold.compress(source, method=method, calibration=samples_of(source), output=tmp_path / "vit").output
+    loading = "import transformers; transformers.{}.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    done = lines_without(loading.format("AutoModelForCausalLM"), str(small))
+    message = "vit has no class for AutoModelForCausalLM; load the checkpoint by the Auto class of what it names: "
+    assert done.stderr.splitlines()[-1] == f"ValueError: {message}ViTForImageClassification"
+    done = lines_without(loading.format("AutoModelForQuestionAnswering"), str(small_llama(tmp_path)))
+    assert "does not have, a LlamaForQuestionAnswering; load it as LlamaForCausalLM" in done.stderr.splitlines()[-1]
+
+
 def small_llama(folder):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)

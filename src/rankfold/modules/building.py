@@ -132,7 +132,7 @@ def _config_of(model: Any, place: str):
     return found.get_text_config()
 
 
-def _place(model: nn.Module, path: str) -> str:
+def _place(model: Any, path: str) -> str:
     """Where a module is in this model.
 
     Paths are those of the class that was compressed, with a head or without one, and a model without one has no
@@ -146,7 +146,9 @@ def _place(model: nn.Module, path: str) -> str:
             continue
         if hasattr(owner, name):
             return place
-    raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have")
+    written, name = model.config.architectures or (), type(model).__name__
+    instead = f", a {name}; load it as {' or '.join(written)}" if written and name not in written else ""
+    raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have{instead}")
 
 
 def _places(model: Any, path: str) -> tuple[str, str, str]:

@@ -212,7 +212,13 @@ class RankfoldForCausalLM(_Remote):
 
     @staticmethod
     def _stock(config):
-        return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if name is None:
+            raise ValueError(
+                f"{config.model_type} has no class for AutoModelForCausalLM; load the checkpoint by the Auto class of "
+                f"what it names: {', '.join(config.architectures or ())}"
+            )
+        return getattr(transformers, name)
 
 
 class RankfoldAutoConfig(_Remote):
