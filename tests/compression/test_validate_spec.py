@@ -369,4 +369,8 @@ def test_a_model_without_such_parts_says_which():
         UnsupportedModelError, match="'mamba' has no spec, and none can be read off its blocks: its attention"
     ):
         derive(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = t.AutoModelForCausalLM.from_config(t.JetMoeConfig(**sizes, kv_channels=8, num_local_experts=2))
+    with pytest.raises(UnsupportedModelError, match="attention has experts.router.layer, kv_proj, not one output"):
+        derive(model)
     assert Architecture and AttentionSpec and ExpertsSpec and MLPSpec  # names that printed specs use

@@ -190,7 +190,7 @@ def test_zeros_are_set_where_a_module_is(module, blocks):
         (
             "wanda",
             {"sparsity": 0.5},
-            "block 0 of nemotron_h has no linear layers that are module 'qkv'; use modules={'o'",
+            r"linear layers that are module 'qkv' \(it has a state in place of keys and values\); use modules={'o'",
         ),
         ("modegpt", {"head_dim": 4}, "gives none only; leave head_dim out"),
         ("modegpt", {"modules": ("experts",)}, "no module is left to compress"),

@@ -50,6 +50,9 @@ PATTERNS = {
     "exaone4-pattern": lambda n: t.Exaone4Config(
         **GQA | n, head_dim=8, sliding_window=8, sliding_window_pattern=3, **IDS
     ),
+    "recurrent_gemma-pattern": lambda n: t.RecurrentGemmaConfig(  # layers_block_type follows from it
+        **GQA | n, lru_width=32, attention_window_size=40, block_types=["attention", "attention", "recurrent"], **IDS
+    ),
     "smollm3-interval": lambda n: t.SmolLM3Config(**GQA | n, **SLIDING, no_rope_layer_interval=2, **IDS),
 }
 BLOCKS, GONE = 5, (1, 3)

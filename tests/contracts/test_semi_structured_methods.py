@@ -263,6 +263,14 @@ def test_experts_stay():
         rankfold.compress(opened("mixtral"), method=make_method("wanda"), calibration=tokens())
 
 
+def test_experts_beside_a_shared_one_are_the_reason_and_their_attention_can_be_asked_for():
+    message = "block 0 of qwen2_moe has experts; the stacked weights of experts are not taken; use modules=.'qkv'"
+    with pytest.raises(UnsupportedModelError, match=message):
+        rankfold.compress(opened("qwen2_moe"), method=make_method("wanda"), calibration=tokens())
+    method = make_method("wanda", modules={"qkv": 0.5, "up": 0.5})
+    assert rankfold.compress(opened("qwen2_moe"), method=method, calibration=tokens()).plan.modules
+
+
 def test_widths_must_be_multiples_of_four():
     config = CONFIGS["llama"]()
     config.intermediate_size = 46

@@ -227,11 +227,9 @@ def _one_output(layers: Layers, qkv: tuple[str, ...], config) -> str:
     others = [name for name in layers if name not in qkv]
     named = others if len(others) == 1 else [name for name in others if _plain(name) in OUTPUTS]
     if len(named) != 1:
+        besides = f" in addition to {', '.join(qkv)}" if qkv else ""
         raise UnsupportedModelError(
-            _because(
-                config,
-                f"its attention has {', '.join(others) or 'nothing'} in addition to {', '.join(qkv)}, not one output",
-            )
+            _because(config, f"its attention has {', '.join(others) or 'nothing'}{besides}, not one output")
         )
     return named[0]
 

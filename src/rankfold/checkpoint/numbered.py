@@ -40,6 +40,8 @@ def cut_part(config, kept: tuple[int, ...]) -> None:
             if getattr(config, name, None) is not None:
                 with contextlib.suppress(StrictDataclassError):  # a config that wants a number has the list anyway
                     setattr(config, name, None)
+    if kinds := getattr(config, "block_types", None):  # RecurrentGemma's, repeated over the blocks
+        config.block_types = [kinds[block % len(kinds)] for block in kept]
     config.num_hidden_layers = len(kept)
     for name, found in lists.items():
         left = [found[block] for block in kept] if len(found) >= blocks else found

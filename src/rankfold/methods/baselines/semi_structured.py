@@ -73,13 +73,17 @@ class TwoOfFour(Method):
         there = [module for module, statistic in INPUTS.items() if statistic in view.readers]
         elsewhere = _elsewhere(architecture) if self.modules else ()
         for module in self.modules or self.all_modules:
-            if module not in (*there, *elsewhere):
+            in_experts = view.experts and module in ("up", "down")
+            half_of_all = in_experts and not self.modules  # out of reach where a shared expert alone is taken
+            if module not in (*there, *elsewhere) or half_of_all:
                 rest = dict.fromkeys(there, SPARSITY)
-                in_experts = view.experts and module in ("up", "down")
-                stacked = "; the stacked weights of experts are not taken" if in_experts else ""
+                reason = "; the stacked weights of experts are not taken" if in_experts else ""
+                if module == "qkv" and view.attention.spec.beyond:
+                    reason = f" ({view.attention.spec.beyond})"
+                lacks = "experts" if module in there else f"no linear layers that are module {module!r}"
                 raise UnsupportedModelError(
-                    f"block {view.index} of {architecture.model_type} has no linear layers that are module {module!r}"
-                    f"{stacked}; use {method_option('modules', rest)}"
+                    f"block {view.index} of {architecture.model_type} has {lacks}{reason}; use "
+                    f"{method_option('modules', rest)}"
                 )
         wanted = tuple(m for m in there if m in (self.modules or there))
         for module in wanted:
