@@ -9,6 +9,7 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ._utils.memory import release_memory
 from ._utils.present import present
 from ._utils.processes import from_first, is_first, together
 from ._utils.progress import one_run, track
+from ._utils.sizes import size_text
 from ._utils.stopwatch import timed_run
 from .calibration.providers import MomentProvider, StoredMoments
 from .calibration.runner import Stream, advance, measure, start
@@ -41,7 +43,15 @@ from .compression.importance import (
     statistics_of,
 )
 from .compression.output import BlockWriter, FolderWriter, MemoryWriter, NoWriter
-from .compression.plan import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
+from .compression.plan import (
+    allocate_ranks,
+    build_plan,
+    check,
+    divergence_for_stock,
+    kept_blocks,
+    measuring_memory,
+    of_block,
+)
 from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
 from .compression.result import CompressionResult
@@ -60,6 +70,8 @@ from .report.plan import Plan
 from .report.record import run_record
 from .version import __version__
 
+log = logging.getLogger(__name__)
+
 
 @one_run()
 def calibrate(
@@ -72,6 +84,9 @@ def calibrate(
     identity = from_first(lambda: moments_identity(source, tokens, statistics))
     with MomentStore.filling(identity, Path(output) if output and is_first() else None, tokens.held_out) as store:
         missing = from_first(lambda: store.missing(len(source)))
+        if missing and output:  # elsewhere the plan of the run says it
+            memory = measuring_memory(source, statistics, tokens.describe()["tokens"])
+            log.info("memory about %s in addition to the program and tokenising", size_text(memory))
         if missing:
             _measure_all(source, tokens, statistics, store, missing)
     return store

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from .._utils.processes import is_first
-from .._utils.sizes import plural, size_text
+from .._utils.sizes import plural
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -32,18 +31,10 @@ def command(
     model = o.at_revision(model, revision)
     from .. import pipeline
     from .._utils.stopwatch import timed_run
-    from ..calibration.statistics import STORED
-    from ..compression.importance import available
-    from ..compression.plan import measuring_memory
-    from ..compression.validate_spec import validated
     from ..models.opening import open_model
 
     source = open_model(model, dtype=dtype, device=device, component=component, offload=offload)
     tokens = text.load(source)
-    statistics = available(validated(source), set(STORED))
-    if is_first():
-        memory = size_text(measuring_memory(source, statistics, tokens.describe()["tokens"]))
-        c.console().print(f"memory about {memory} in addition to the program and tokenising", soft_wrap=True)
     with timed_run() as stopwatch:
         store = pipeline.calibrate(source, tokens, output)
     parts = stopwatch.seconds()

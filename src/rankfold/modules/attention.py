@@ -185,7 +185,7 @@ class CompressedAttention(nn.Module):
         keys and values of one width.
         """
         stock = self.config._attn_implementation != "sdpa" or query.device.type != "cpu" or "cache" in kwargs
-        if query.shape[2] > 1 or stock or self.training or self._gives_weights(kwargs):
+        if query.shape[2] > 1 or stock or self.training or self._is_asked(kwargs):
             return self._attend(query, key, value, **kwargs)
         mask = self._masked(query, key.shape[2], **kwargs)
         mixed, _ = attend_one(query, key, value, mask, self.scaling, self.softcap, self._sinks)
@@ -203,7 +203,7 @@ class CompressedAttention(nn.Module):
             query, key, value = self._evened(query, key, value)
         # vLLM looks for this call by these names, and puts its own attention in its place.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        attention = eager_attention if self._gives_weights(kwargs) else attention
+        attention = eager_attention if self._is_asked(kwargs) else attention
         output, weights = attention(
             self,
             query,
@@ -218,10 +218,9 @@ class CompressedAttention(nn.Module):
         output = output.reshape(query.shape[0], query.shape[2], self.heads, -1)
         return output[..., : self.vo_dim].flatten(2), weights
 
-    def _gives_weights(self, kwargs) -> bool:
-        """Whether the dense attention would return its weights."""
-        asked = self.is_asked_for_weights and kwargs.get("output_attentions")
-        return bool(asked) or self.config._attn_implementation == "eager"
+    def _is_asked(self, kwargs) -> bool:
+        """Whether weights are asked for, of a family that has them then whatever the function."""
+        return bool(self.is_asked_for_weights and kwargs.get("output_attentions"))
 
     def _masked(self, query, length, attention_mask=None, alibi=None, position_bias=None, **_):
         """Return the mask together with what the family adds to scores: ALiBi, a bias by position, or a window."""

@@ -77,7 +77,8 @@ class LatentAttention(CompressedAttention):
             if (bias := self.v_proj.shift()) is not None:
                 bias = bias.view(self.kv_heads, 1, self.vo_dim).expand(-1, self.num_key_value_groups, -1).flatten(0, 1)
                 mixed = mixed + (bias if self._sinks is None else weights.sum(-1, keepdim=True) * bias)
-        return mixed.reshape(mixed.shape[0], 1, -1), weights[:, :, None] if self._gives_weights(kwargs) else None
+        gives_weights = self.config._attn_implementation == "eager" or self._is_asked(kwargs)
+        return mixed.reshape(mixed.shape[0], 1, -1), weights[:, :, None] if gives_weights else None
 
 
 def _times(x, matrices):
