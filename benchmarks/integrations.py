@@ -140,7 +140,9 @@ def environment(program: str, packages: list[str]) -> Path:
         common.say(f"installing {' '.join(packages)} into {folder.relative_to(ROOT)}")
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, "install", *packages, "-e", str(ROOT), "pytest>=8", "hypothesis>=6.100"], check=True)
+        subprocess.run(
+            [*pip, "install", *packages, "-e", f"{ROOT}[gguf]", "pytest>=8", "hypothesis>=6.100"], check=True
+        )
         if program == "vllm":
             subprocess.run([*pip, "uninstall", "-y", *UNWANTED], check=True)
         done.touch()

@@ -111,7 +111,7 @@ def test_a_width_that_its_kernels_lack_is_named_in_one_line(dense, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert (
-        "has heads 40 wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --target vllm"
+        "has heads 40 wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with target='vllm'"
         in done.stderr
     )
 
