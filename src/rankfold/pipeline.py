@@ -84,10 +84,10 @@ def calibrate(
     identity = from_first(lambda: moments_identity(source, tokens, statistics))
     with MomentStore.filling(identity, Path(output) if output and is_first() else None, tokens.held_out) as store:
         missing = from_first(lambda: store.missing(len(source)))
-        if missing and output:  # elsewhere the plan of the run says it
-            memory = measuring_memory(source, statistics, tokens.describe()["tokens"])
-            log.info("memory about %s in addition to the program and tokenising", size_text(memory))
         if missing:
+            if output:  # elsewhere the plan of the run says it
+                memory = measuring_memory(source, statistics, tokens.describe()["tokens"])
+                log.info("memory about %s in addition to the program and tokenising", size_text(memory))
             _measure_all(source, tokens, statistics, store, missing)
     return store
 

@@ -90,15 +90,16 @@ def engine_of(folder: Path, record: Record) -> str | None:
     from ..exports.vllm import why_refused
     from ..models.whole import read_config
 
-    target, config = record["plan"]["method"]["target"], read_config(folder)
+    target = record["plan"]["method"]["target"]
+    if target not in ("vllm", "llama.cpp"):
+        return None
+    config = read_config(folder)
+    if target == "llama.cpp":
+        return target if config.model_type in FAMILIES else None
     writes = {*(config.architectures or ())} <= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     is_text_model = writes and config.get_text_config() is config  # no encoder, and nothing that sees
     modules = getattr(config, "quantization_config", {}).get("modules", {})  # none where all stay dense
-    runs = {
-        "vllm": is_text_model and why_refused(config, modules) is None,
-        "llama.cpp": config.model_type in FAMILIES,
-    }
-    return target if runs.get(target) else None
+    return target if is_text_model and why_refused(config, modules) is None else None
 
 
 def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:

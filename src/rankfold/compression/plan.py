@@ -233,10 +233,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     measuring or decomposing a block, predicting held-out text, reading back or a backward pass takes."""
     item = source.compute_dtype.itemsize
     active = 2 if source.autocast else item
-    blocks = [unique_parameters(block) for block in source.blocks]
-    outer = unique_parameters(source.model) - sum(blocks)
-    largest, around = max(blocks) * item, outer * item
-    resident = tensor_bytes(source.model) - around if source.is_resident else 0
+    largest, outer, held = _held(source)
     tokens = held_out = 0
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
@@ -277,7 +274,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     predicting = losses_memory(source, min(max(held_out, probes), batch_tokens(source)))
     at_the_end = max(predicting, largest + reading_back(source, outer))
     working = max(max(decomposing, measuring) + samples, at_the_end) + stream
-    return int(around + resident + max(working, largest + backwards))
+    return int(held + max(working, largest + backwards))
 
 
 def measuring_memory(source: DenseModel, statistics: set[str], tokens: int) -> int:
@@ -286,11 +283,8 @@ def measuring_memory(source: DenseModel, statistics: set[str], tokens: int) -> i
     Args:
         tokens: of the calibration samples.
     """
-    item = source.compute_dtype.itemsize
-    active = 2 if source.autocast else item
-    blocks, views = [unique_parameters(block) for block in source.blocks], source.meta_blocks()
-    around = (unique_parameters(source.model) - sum(blocks)) * item
-    resident = tensor_bytes(source.model) - around if source.is_resident else 0
+    active = 2 if source.autocast else source.compute_dtype.itemsize
+    (largest, _, held), views = _held(source), source.meta_blocks()
     seen = [{name for name in statistics if STATISTICS[name].seen_in(view)} for view in views]
     each = [_moment_bytes(view, names, tokens, active) for view, names in zip(views, seen, strict=True)]
     moments, samples = (max(part) for part in zip(*each, strict=True))
@@ -298,7 +292,17 @@ def measuring_memory(source: DenseModel, statistics: set[str], tokens: int) -> i
     width, at_once = view.attention.output.weight.shape[0], batch_tokens(source)
     here = min(tokens, source.offload.held * at_once) if source.offload else tokens
     passing = 4 * min(tokens, at_once) * (8 * width + 3 * _hidden(view))  # all that is observed is held at once
-    return int(around + resident + max(blocks) * item + moments * 5 // 4 + samples + passing + here * width * active)
+    return int(held + largest + moments * 5 // 4 + samples + passing + here * width * active)
+
+
+def _held(source: DenseModel) -> tuple[int, int, int]:
+    """Return the bytes of the largest block, the parameters around the blocks, and the bytes that are held
+    throughout."""
+    item = source.compute_dtype.itemsize
+    blocks = [unique_parameters(block) for block in source.blocks]
+    outer = unique_parameters(source.model) - sum(blocks)
+    held = tensor_bytes(source.model) if source.is_resident else outer * item
+    return max(blocks) * item, outer, held
 
 
 def _hidden(view: BlockView) -> int:

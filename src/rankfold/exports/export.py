@@ -129,11 +129,11 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     if quantised and not chosen.quantises:
         raise OptionError(f"format {format} has no dtype {QUANTISED}; choose auto, float32, bfloat16 or float16")
     check_output(output)
-    source = open_compressed(model, dtype="auto" if quantised else dtype)
+    folder, _ = resolve_model(model)
+    source = open_compressed(folder, dtype="auto" if quantised else dtype)
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)
-    folder, _ = resolve_model(model)
     record = read_record(folder) if (folder / NAME).is_file() else None
     counts = _counts(source, form, record)
     exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
