@@ -5,6 +5,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+# What a config may have the model return beside; blocks that are passed by return none of it.
+BESIDE = ("output_attentions", "output_hidden_states", "output_router_logits")
+
 
 def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
     """Return what the network of a model makes of a batch.
@@ -18,6 +21,7 @@ def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
     """
     part = source.part
     options |= {"use_cache": False} if part.architecture.decoder else {}
+    options |= {name: False for name in BESIDE if getattr(source.network.config, name, False)}
     given = {part.input_name: batch} if isinstance(batch, Tensor) else batch
     given = {name: tensor.to(source.device) for name, tensor in given.items()}
     if part.architecture.projects and not part.packed:  # Qwen-VL's tower has its projector inside
