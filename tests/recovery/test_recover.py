@@ -567,7 +567,25 @@ def test_held_out_text_is_scored_no_more_often_than_planned(place):
 
 def test_minutes_bound_the_tokens(place):
     result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.001, **OPTIONS)
-    assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]
+    facts = result.record["recovery"]
+    assert facts["tokens_seen"] < OPTIONS["tokens"]
+    assert facts["tokens"] == 1024 * facts["steps"]  # which `--config` asks for
+
+
+def test_tokens_seen_are_those_of_every_forward(place, monkeypatch):
+    """Steps are of 16 sequences, and an epoch ends with one of fewer."""
+    seen, whole = [], module.Distiller.compute_loss
+
+    def counted(self, model, inputs, *args, **options):
+        seen.append(inputs["input_ids"].numel())
+        return whole(self, model, inputs, *args, **options)
+
+    monkeypatch.setattr(module.Distiller, "compute_loss", counted)
+    text = " ".join(topics.values())[:4000]
+    (place / "short.txt").write_text(text, encoding="utf-8")
+    result = recover(place / "small", place / "dense", calibration=place / "short.txt", **OPTIONS | {"tokens": 5000})
+    facts = result.record["recovery"]
+    assert facts["tokens_seen"] == sum(seen) < 1024 * facts["steps"]
 
 
 def test_a_local_dense_model_has_to_be_named(place):

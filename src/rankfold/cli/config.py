@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
 NEEDED_OF_RECOVERY = {
     **dict.fromkeys(("tune", "loss", "text_column"), str),
-    **dict.fromkeys(("tokens", "tokens_seen", "rank", "batch_tokens", "length", "seed"), int),
+    **dict.fromkeys(("tokens", "rank", "batch_tokens", "length", "seed"), int),
     **{
         "lr": Maybe(NUMBER),
         "tolerance": NUMBER,
@@ -165,13 +165,12 @@ def _of_run(record: Settings) -> Settings:
 def _of_recovery(facts: Settings) -> Settings:
     """Name what a training was asked for; the models are given anew, as a record has their names only.
 
-    What was trained for some minutes is repeated with as many tokens.
+    What was trained for some minutes is repeated with as many steps: its record has the tokens that they take.
     """
     is_blockwise = facts.get("blockwise", False)
-    asked = ("tune", "rank", "lr", "batch_tokens", "tolerance", "adapter", "seed", "text_column")
+    asked = ("tune", "tokens", "rank", "lr", "batch_tokens", "tolerance", "adapter", "seed", "text_column")
     values = {
         **{key: facts[key] for key in asked},
-        "tokens": facts["tokens"] if facts["minutes"] is None else facts["tokens_seen"],
         "loss": "kl" if is_blockwise else facts["loss"],  # the option has no effect there, and stays as by default
         "max_length": facts["length"],
         "blockwise": is_blockwise,

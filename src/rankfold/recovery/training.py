@@ -4,6 +4,7 @@ Shape legend: N sequences, T tokens.
 """
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -235,6 +236,20 @@ def sequences_of_step(batch_tokens: int, length: int) -> int:
             f"{' or '.join(option('batch_tokens', n) for n in allowed)}"
         )
     return found
+
+
+def sequences_seen(steps: int, count: int, batch: int) -> int:
+    """Return how many sequences so many steps train on: the last step of an epoch has those that are left.
+
+    Those that processes repeat to share that step evenly are not counted.
+
+    Args:
+        steps: of the optimiser.
+        count: sequences there are.
+        batch: sequences of a step.
+    """
+    epochs, more = divmod(steps, math.ceil(count / batch))
+    return epochs * count + min(more * batch, count)
 
 
 def arguments(

@@ -47,6 +47,7 @@ from .training import (
     reaches_all,
     recomputes,
     sequences_of_step,
+    sequences_seen,
     trains_in_bf16,
 )
 from .tuning import mask_of_zeros, prepared, round_weights, without_dropout
@@ -191,10 +192,12 @@ class WholeModel:
             with outside_exchanges():
                 trainer.train(resume_from_checkpoint=checkpoint)
         judge.restore_best()
+        asked = {} if seconds is None else {"tokens": steps * batch * ids.shape[1]}  # for as many steps again
         return {
+            **asked,
             "lr": lr,
             "steps": trainer.state.global_step,
-            "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
+            "tokens_seen": sequences_seen(trainer.state.global_step, len(ids), batch) * ids.shape[1],
             "tuned_parameters": trained,
             "estimated": {"peak_memory_bytes": memory},
             "best_step": judge.best["step"],
@@ -254,7 +257,7 @@ class WholeModel:
             "it is done",
             plural(trained, "weight"),
             plural(args.max_steps, "step"),
-            plural(self.batch * self.ids.shape[1], "token"),
+            plural(min(self.batch, len(self.ids)) * self.ids.shape[1], "token"),
             args.learning_rate,
             size_text(memory),
             size_text(disk),
