@@ -118,16 +118,18 @@ def unknown(name: str) -> nn.Module:
             **{**SHAPE, **IDS, "num_key_value_heads": 4, "head_dim": 4},
             **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
         ),
-        # What a block sends goes with what its indexer has chosen; angles are complex numbers.
+        # What a block sends goes with what its indexer has chosen.
         "glm_moe_dsa": lambda: t.GlmMoeDsaConfig(
             **{**SHAPE, **IDS, "num_key_value_heads": 4, "head_dim": 4, "n_routed_experts": 6},
             **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
             **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8},
             **{"index_topk": 8, "index_head_dim": 8, "index_n_heads": 4, "first_k_dense_replace": 1},
         ),
-        "llama4_text": lambda: t.Llama4TextConfig(**(GQA | IDS), head_dim=8, intermediate_size_mlp=48, moe_layers=[]),
-        # Experts that take what the router has multiplied, all tokens in one row.
-        "llama4_text-experts": lambda: t.Llama4TextConfig(**(GQA | IDS), head_dim=8, num_local_experts=4),
+        "dbrx": lambda: t.DbrxConfig(  # experts in one matrix, which keeps those of all below each other
+            **{"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "vocab_size": 96},
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1e3},
+            ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
+        ),
         "recurrent_gemma": lambda: t.RecurrentGemmaConfig(  # recurrent blocks have the path of attention
             **(GQA | IDS), lru_width=32, attention_window_size=40, block_types=["recurrent", "attention"]
         ),
@@ -145,7 +147,7 @@ def unknown(name: str) -> nn.Module:
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
 OTHER_PARTS = ["flex_olmo", "exaone_moe", "aria_text", "afmoe"]
-ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "llama4_text", "recurrent_gemma", "mimo_v2_flash"]
+ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "recurrent_gemma", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize(
@@ -308,10 +310,10 @@ def test_what_an_indexer_caches_is_counted():
 
 
 def test_experts_that_cannot_be_read_are_named(caplog):
-    plan = rankfold.plan(unknown("llama4_text-experts"), 0.05, method="modegpt", calibration=tokens(), rank_multiple=2)
-    assert {module.module for module in plan.modules} == {"mlp"}
+    plan = rankfold.plan(unknown("dbrx"), 0.02, method="modegpt", calibration=tokens(), rank_multiple=2)
+    assert {module.module for module in plan.modules} == {"qk", "vo"}
     assert "% of the weights of its blocks stay dense, as they are in no attention, MLP or experts" in caplog.text
-    assert "can be read: feed_forward.experts and " in caplog.text
+    assert "can be read: ffn.experts.mlp and " in caplog.text
 
 
 def test_nothing_is_said_of_norms_and_routers(caplog):

@@ -42,6 +42,10 @@ CONFIGS = {
     "gpt_oss": lambda: t.GptOssConfig(
         **NARROW, head_dim=8, num_local_experts=E, num_experts_per_tok=TOP, sliding_window=8, **IDS
     ),
+    "llama4_text": lambda: t.Llama4TextConfig(
+        **{**NARROW, "intermediate_size_mlp": 48, "num_local_experts": E, "num_experts_per_tok": TOP, "head_dim": 8},
+        **{"moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 8, "floor_scale": 4, **IDS},
+    ),
     "deepseek_v2": lambda: t.DeepseekV2Config(**LATENT, **BESIDE_SHARED, topk_method="group_limited_greedy"),
     "deepseek_v3": lambda: t.DeepseekV3Config(**LATENT, **BESIDE_SHARED),
     "glm4_moe_lite": lambda: t.Glm4MoeLiteConfig(**LATENT, **BESIDE_SHARED_OF_TYPES),
@@ -88,7 +92,7 @@ CONFIGS = {
         layers_block_type=["moe", "full_attention", "moe"],
     ),
 }
-ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "gemma4_text"}
+ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "gemma4_text", "llama4_text"}
 OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
@@ -96,6 +100,7 @@ SHARED = {
     "granitemoehybrid": "shared_mlp",
     "nemotron_h": "mixer.shared_experts",
     "gemma4_text": "mlp",
+    "llama4_text": "feed_forward.shared_expert",
 }
 PLAIN = {
     ("qwen2_moe", 1),
@@ -104,6 +109,7 @@ PLAIN = {
     ("jamba", 1),
     ("nemotron_h", 1),
     ("ernie4_5_moe", 0),
+    ("llama4_text", 1),
     *((family, 0) for family in OF_DEEPSEEK),
 }  # blocks without experts
 
@@ -196,25 +202,38 @@ def rising_of(module: nn.Module) -> str:
     return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
 
 
+def is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ in ("GptOssExperts", "Llama4TextExperts")
+
+
 def one(module: nn.Module, expert: int) -> One:
     names = (rising_of(module), "down_proj")
     rising, down = (getattr(module, name).detach()[expert].double() for name in names)
     if names[0] == "up_proj":
         return One(rising, rising, down, 0.0, 0.0, None)
+    if is_transposed(module):
+        rising, down = rising.T, down.T
     if not hasattr(module, "down_proj_bias"):
         return One(*rising.chunk(2), down, 0.0, 0.0, None)
     rising_bias, down_bias = (getattr(module, f"{n}_proj_bias").detach()[expert].double() for n in ("gate_up", "down"))
-    rising = rising.T
-    return One(rising[::2], rising[1::2], down.T, rising_bias[::2], rising_bias[1::2], down_bias)
+    return One(rising[::2], rising[1::2], down, rising_bias[::2], rising_bias[1::2], down_bias)
 
 
 @torch.no_grad()
 def look(model: nn.Module, ids: Tensor, index: int) -> Routed:
     seen = []
-    hook = experts_of(model, index).register_forward_pre_hook(lambda _, args: seen.append(Routed(*args)))
+    hook = experts_of(model, index).register_forward_pre_hook(lambda _, args: seen.append(args))
     model(ids, use_cache=False)
     hook.remove()
-    return seen[0]
+    return Routed(*seen[0]) if len(seen[0]) == 3 else multiplied(seen[0][0])
+
+
+def multiplied(tokens: Tensor) -> Routed:
+    """Of Llama 4's experts: each has a row of every token, of zeros where it is not sent there."""
+    rows = (tokens != 0).any(1)
+    chosen = torch.arange(E).repeat_interleave(len(tokens) // E)[rows, None]
+    assert len(chosen) == len(tokens) // E * TOP
+    return Routed(tokens[rows], chosen, torch.ones(chosen.shape))
 
 
 def filled(routed: Routed, expert: int) -> tuple[Tensor, Tensor]:
@@ -399,12 +418,12 @@ def test_narrower_experts_compute_what_experts_with_silent_units_compute(run):
     stock = model_of(family)
     for index in blocks_with_experts(stock):
         module, ours = experts_of(stock, index), experts_of(small, index)
-        assert type(module) is type(ours) and ours.config is small.config
+        assert type(module) is type(ours) and getattr(ours, "config", small.config) is small.config
         for expert in range(E):
             keep = kept(one(module, expert), one(ours, expert))
             full = torch.zeros_like(one(module, expert).down)
             full[:, keep] = one(ours, expert).down
-            module.down_proj.data[expert] = full.T if family == "gpt_oss" else full
+            module.down_proj.data[expert] = full.T if is_transposed(module) else full
             if family == "gpt_oss":
                 module.down_proj_bias.data[expert] = ours.down_proj_bias[expert]
     torch.testing.assert_close(logits(small), logits(stock), rtol=1e-4, atol=1e-5)
@@ -417,6 +436,7 @@ def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_wides
         *OF_DEEPSEEK,
         "ernie4_5_moe",
         "jamba",
+        "llama4_text",
     ):  # one number of the config is the width of something else, too
         with pytest.raises(UnsupportedModelError, match="as large as the dense model"):
             rankfold.export(tmp_path / "small", tmp_path / "stock")
@@ -507,7 +527,9 @@ def test_shared_experts_and_plain_blocks_are_reduced_as_mlps(family):
     model = rankfold.compress(opened(model_of(family)), method=MoDeGPT(modules={"mlp": 0.5}), calibration=text()).model
     dense = model_of(family)
     for index in blocks_with_experts(dense) if family == "nemotron_h" else range(3):
-        path = "mlp" if (family, index) in PLAIN else SHARED[family]
+        path = SHARED[family]
+        if (family, index) in PLAIN:
+            path = "feed_forward" if family == "llama4_text" else "mlp"
         down = f"{path}.{'output_linear' if path == 'shared_mlp' else 'down_proj'}"
         ours, theirs = (net.model.layers[index].get_submodule(down).weight for net in (model, dense))
         assert 0 < ours.shape[1] < theirs.shape[1]

@@ -18,6 +18,7 @@ from test_experts import (
     blocks_with_experts,
     experts_of,
     filled,
+    is_transposed,
     logits,
     look,
     model_of,
@@ -40,7 +41,7 @@ CLOSE = 2e-3
 def stored(module: nn.Module, side: str, expert: int) -> Tensor:
     """``(2 F, D)`` or ``(D, F)`` a dense weight, rows as the family has them."""
     weight = getattr(module, rising_of(module) if side == "experts_up" else "down_proj").detach()[expert].double()
-    return weight.T if hasattr(module, "down_proj_bias") else weight
+    return weight.T if is_transposed(module) else weight
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def test_the_familys_own_module_computes_the_same_with_what_the_factors_amount_t
                 weight, bias = amounts_to(getattr(ours, name)[expert])
                 biased = hasattr(theirs, "down_proj_bias")
                 assert weight.shape == stored(theirs, side, expert).shape
-                getattr(theirs, layer)[expert] = (weight.T if biased else weight).float()
+                getattr(theirs, layer)[expert] = (weight.T if is_transposed(theirs) else weight).float()
                 if biased:
                     getattr(theirs, f"{layer}_bias")[expert] = bias.float()
     torch.testing.assert_close(logits(small), logits(dense), rtol=1e-3, atol=1e-4)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as t
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rankfold
 from families import GQA, HEADS_OF_STATES, IDS, VISION, some_ids, tokens
@@ -121,7 +122,7 @@ OF_LLAMA = {
     "scale_factor": 2,
     "pad_token_id": 0,
 }
-# Class, config, paths of the blocks of the language model and of the tower.
+# Class, config, paths of the blocks of the language model and of the tower, where that has a spec.
 SEEING = {
     "llava_next": (
         t.LlavaNextForConditionalGeneration,
@@ -182,6 +183,17 @@ SEEING = {
         "model.language_model.layers",
         "model.visual.blocks",
     ),
+    "llama4": (  # its language model has a head of its own
+        t.Llama4ForConditionalGeneration,
+        lambda: t.Llama4Config(
+            text_config=TEXT
+            | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+            | {"moe_layers": [0, 2], "no_rope_layers": [1, 0, 1]},
+            vision_config=SMALL | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        ),
+        "language_model.model.layers",
+        None,
+    ),
     "qwen3_5": (
         t.Qwen3_5ForConditionalGeneration,
         lambda: t.Qwen3_5Config(
@@ -194,7 +206,9 @@ SEEING = {
 
 
 @pytest.mark.parametrize("family", sorted(SEEING))
-def test_parts_of_models_that_see(family, tmp_path):
+def test_parts_of_models_that_see(family, tmp_path, monkeypatch):
+    if family == "llama4":  # the class of transformers 5.24 asks its language model for images, and fails on texts
+        monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
     if family in ("qwen2_vl", "qwen2_5_vl"):
         needs_merged_tables()
     cls, config, language, vision = SEEING[family]
@@ -215,7 +229,8 @@ def test_parts_of_models_that_see(family, tmp_path):
     mask = torch.ones_like(ids)
     cached, plain = (again.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, plain)
-    assert rankfold.open_model(model, device="cpu", component="vision").architecture.blocks == vision
+    if vision:
+        assert rankfold.open_model(model, device="cpu", component="vision").architecture.blocks == vision
 
 
 def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():

@@ -115,9 +115,10 @@ def test_ranks_for_an_engine_end_in_what_it_reads(target, command, place, run):
     ("family", "engines"),
     [("LlamaForCausalLM", ["vllm", "llama.cpp"]), ("GPT2LMHeadModel", ["vllm"]), ("BertForMaskedLM", [])]
     + [("ViTForImageClassification", []), ("Gemma3ForConditionalGeneration", []), ("FalconForCausalLM", ["vllm"])]
-    # vLLM's backend has no ALiBi, no windows of GPT-Neo's, no sinks, and no blocks without attention
+    # vLLM's backend has no ALiBi, no windows of GPT-Neo's, no sinks, no cache for attention to count the positions of
+    # Llama 4 by, and no blocks without attention
     + [(name, []) for name in ("BloomForCausalLM", "MptForCausalLM", "GPTNeoForCausalLM", "GptOssForCausalLM")]
-    + [("Qwen3NextForCausalLM", []), ("BambaForCausalLM", []), ("NemotronHForCausalLM", [])],
+    + [("Llama4ForCausalLM", []), ("Qwen3NextForCausalLM", []), ("BambaForCausalLM", []), ("NemotronHForCausalLM", [])],
 )
 def test_an_engine_is_named_for_what_it_runs(family, engines, tmp_path):
     getattr(transformers, family).config_class(architectures=[family]).save_pretrained(tmp_path)

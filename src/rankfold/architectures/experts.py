@@ -20,7 +20,9 @@ class ExpertsView:
     """The experts of one block; all have one hidden width."""
 
     spec: ExpertsSpec
-    module: Any  # called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k)
+    # Called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k); of Llama 4 with the
+    # tokens for each expert in turn, times these weights (E n, D).
+    module: Any
     active: int  # k, experts that a token is sent to
     groups: int = 1  # of experts side by side, of which the router first chooses some
     active_groups: int = 1
@@ -76,13 +78,6 @@ class ExpertsView:
         if self.spec.interleaved:
             return torch.stack([2 * keep, 2 * keep + 1], 1).flatten()
         return torch.cat([keep, keep + self.hidden])
-
-    def activations(self, expert: int, x: Tensor) -> Tensor:
-        """``(n, F)`` what the down projection of an expert receives for the tokens ``x`` ``(n, D)``."""
-        rising = self.rising(expert)
-        # The family's own: GPT-OSS clamps, and adds one to what the gate multiplies.
-        activate = self.module._apply_gate if self.is_gated else self.module.act_fn
-        return activate(nn.functional.linear(x.to(rising.weight), rising.weight, rising.bias))
 
     def parameters_at(self, width: int) -> int:
         """Of one expert with so many hidden units, biases included."""

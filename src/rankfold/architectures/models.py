@@ -81,6 +81,7 @@ EXPERTS = {
     "granitemoehybrid": "Granite 4",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
+    "llama4_text": "Llama 4 for text",
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3",
     "glm4_moe": "GLM 4.5 to 4.7",

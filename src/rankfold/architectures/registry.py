@@ -17,7 +17,21 @@ if TYPE_CHECKING:
 # The files beside this one that have families.
 FAMILIES = (
     *("bert", "bloom", "clip", "cohere", "deepseek", "exaone", "falcon", "gemma", "glm", "gpt2", "gpt_neo", "gpt_neox"),
-    *("gpt_oss", "gptj", "lfm2", "llama", "mamba", "modernbert", "mpt", "olmo", "opt", "phi", "qwen", "qwen_vision"),
+    *(
+        "gpt_oss",
+        "gptj",
+        "lfm2",
+        "llama",
+        "llama4",
+        "mamba",
+        "modernbert",
+        "mpt",
+        "olmo",
+        "opt",
+        "phi",
+        "qwen",
+        "qwen_vision",
+    ),
     *("ungated", "vit"),
 )
 _MODULES = (importlib.import_module(f"{__package__}.{name}") for name in FAMILIES)
@@ -70,10 +84,11 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
 
 def _tower(model: nn.Module, config) -> str:
     """Path of the language model in one for images and text."""
-    module: Any
-    for name, module in model.named_modules():
-        if hasattr(module, "main_input_name") and module.config.model_type == config.model_type:
-            return name
+    modules: Any = model.named_modules()
+    parts = [(name, module.config) for name, module in modules if hasattr(module, "main_input_name")]
+    found = [name for name, own in parts if own.model_type == config.model_type]
+    if found:
+        return found[-1]  # the innermost: Llama 4's is inside of a class with a head
     raise UnsupportedModelError(
         f"{type(model).__name__} has no part of the type {config.model_type!r} of its text config; give its language "
         "model alone"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..architectures import ExpertsView, Norm
+from ..modules.experts import activation_of, sent_rows
 from .moments import BlockMoments, Moment, VectorMoment
 from .observers import Observer, rms
 
@@ -35,6 +36,9 @@ class _Caught(Observer):
         return [self.experts.module.register_forward_hook(self._catch)]
 
     def _catch(self, _, args, output) -> None:
+        if len(args) == 1:  # Llama 4
+            rows, chosen = sent_rows(args[0], self.experts.count)
+            args, output = (args[0][rows], chosen, torch.ones_like(chosen)), output[rows]
         self.caught = (*args, output)
 
     def finish(self) -> Moment:
@@ -99,8 +103,10 @@ class RoutedTokens:
 
     def activations(self, expert: int, which: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Weighted activations ``(m, F)`` of tokens, and the weights ``(m,)``, fp32, some at a time."""
+        rising, activate = self.experts.rising(expert), activation_of(self.experts.module)
         for some, w in zip(which.split(ROWS), weights.split(ROWS), strict=True):
-            yield self.experts.activations(expert, self.tokens[some]).float() * w[:, None], w
+            risen = nn.functional.linear(self.tokens[some].to(rising.weight), rising.weight, rising.bias)
+            yield activate(risen).float() * w[:, None], w
 
     def inputs(self, which: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Weighted tokens ``(m, D)`` themselves, and the weights, as :meth:`activations`."""

@@ -27,6 +27,7 @@ def why_refused(config: Any, modules: dict[str, dict]) -> str | None:
             own_mask or config.model_type in _BIASED or getattr(config, "alibi", False)
         ),
         "attention sinks": has_sinks,
+        "attention that counts positions itself": config.model_type == "llama4_text",
         "blocks without attention": bool(kinds & _WITHOUT_ATTENTION),
     }
     found = next((what for what, applies in reasons.items() if applies), None)

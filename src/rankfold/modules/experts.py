@@ -4,6 +4,7 @@ Shape legend: E experts, n tokens, k experts of a token, D model width, R kept w
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,26 @@ WIDTHS = ("intermediate_dim", "intermediate_size")  # what families call the att
 def has_gate(family: nn.Module) -> bool:
     """Tell whether experts multiply what goes up by a gate, as most do."""
     return getattr(family, "has_gate", True)
+
+
+def activation_of(family: nn.Module) -> Any:
+    """What the family makes of what goes up: GPT-OSS clamps, and adds one to what its gate multiplies."""
+    own: Any = family.act_fn if not has_gate(family) else getattr(family, "_apply_gate", None)
+    return own or partial(_gated, family)
+
+
+def _gated(family: Any, rising: torch.Tensor) -> torch.Tensor:
+    gate, up = rising.chunk(2, dim=-1)
+    return family.act_fn(gate) * up
+
+
+def sent_rows(hidden_states: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows (m,) are sent to an expert, and to which (m, 1), of Llama 4.
+
+    Its experts take all tokens once for each of them, (E n, D), times the router's weight: 0 where it sends nothing.
+    """
+    rows = hidden_states.any(-1).nonzero()
+    return rows[:, 0], rows // (len(hidden_states) // experts)
 
 
 def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
@@ -58,10 +79,13 @@ class LatentExperts(nn.Module):
             nn.ModuleList(build_layer(spec[side]) for _ in range(spec["experts"])) for side in ("rising", "falling")
         )
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states, top_k_index=None, top_k_weights=None):
         """(n, D) tokens, (n, k) their experts, (n, k) weights of these in the sum (n, D)."""
         sent = torch.zeros_like(hidden_states)
-        activate = self.family._apply_gate if has_gate(self.family) else self.family.act_fn
+        if top_k_index is None or top_k_weights is None:
+            rows, experts = sent_rows(hidden_states, len(self.rising))
+            return sent.index_copy(0, rows, self(hidden_states[rows], experts, torch.ones_like(experts)))
+        activate = activation_of(self.family)
         for expert, (rising, falling) in enumerate(zip(self.rising, self.falling, strict=True)):
             tokens, place = (top_k_index == expert).nonzero(as_tuple=True)
             hidden = activate(rising(hidden_states[tokens]))
@@ -75,5 +99,6 @@ def _without_weights(dense: nn.Module, spec: dict) -> nn.Module:
     family = getattr(dense, "family", dense)
     if family.num_experts != spec["experts"]:
         raise ValueError(f"'experts' of a {spec['kind']} module must be {family.num_experts}, got {spec['experts']}")
-    shared = {id(family.config): family.config} | {id(parameter): None for parameter in family.parameters()}
+    config = getattr(family, "config", None)
+    shared = {id(config): config} | {id(parameter): None for parameter in family.parameters()}
     return copy.deepcopy(family, shared)
