@@ -130,7 +130,8 @@ def unknown(name: str) -> nn.Module:
             attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1e3},
             ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
         ),
-        "recurrent_gemma": lambda: t.RecurrentGemmaConfig(  # recurrent blocks have the path of attention
+        # Recurrent blocks have the path of attention, which makes its angles itself, out of what it is given by place.
+        "recurrent_gemma": lambda: t.RecurrentGemmaConfig(
             **(GQA | IDS), lru_width=32, attention_window_size=40, block_types=["recurrent", "attention"]
         ),
         "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
@@ -145,9 +146,9 @@ def unknown(name: str) -> nn.Module:
     return model.eval()
 
 
-DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"]
+DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa", "recurrent_gemma"]
 OTHER_PARTS = ["flex_olmo", "exaone_moe", "aria_text", "afmoe"]
-ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "recurrent_gemma", "mimo_v2_flash"]
+ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +302,12 @@ def test_what_attention_that_stays_dense_caches_is_measured(name, tmp_path):
     assert not {module.module for module in plan.modules} - {"mlp", "experts"}
 
 
+def test_attention_that_makes_its_angles_itself_is_compressed():
+    """As of RecurrentGemma, in one block of three here."""
+    plan = rankfold.plan(unknown("recurrent_gemma"), 0.05, method="modegpt", calibration=tokens(), rank_multiple=2)
+    assert {module.block for module in plan.modules if module.module in ("qk", "vo")} == {1}
+
+
 def test_what_an_indexer_caches_is_counted():
     """It is of DeepSeek Sparse Attention, and has one head."""
     layer = t.cache_utils.DynamicIndexedLayer()
@@ -317,7 +324,7 @@ def test_experts_that_cannot_be_read_are_named(caplog):
 
 
 def test_nothing_is_said_of_norms_and_routers(caplog):
-    for name in DENSE_PARTS + ["exaone_moe", "recurrent_gemma"]:
+    for name in DENSE_PARTS + ["exaone_moe"]:
         validated(rankfold.open_model(unknown(name), device="cpu"))
     assert "weights of its blocks stay dense" not in caplog.text
 

@@ -306,9 +306,7 @@ def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -
     rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
     if rotates and not getattr(module, rotates, True):
         return 0
-    if spec.rotary_base is not None:
-        return config.rotary_dim
-    rotary = getattr(module, "rotary_ndims", None)
+    rotary = getattr(config, "rotary_dim", None) if spec.rotary_base else getattr(module, "rotary_ndims", None)
     if rotary is None:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         rotary = int(head_dim * factor)

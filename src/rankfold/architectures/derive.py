@@ -188,7 +188,8 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, blocks: nn.M
     others = [name for name in every if name not in (*qkv, output)]
     if scaling is None and not others:
         raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))
-    rotary = any(type(m).__name__.endswith("RotaryEmbedding") for m in model.modules())
+    rotary, own = (any(type(m).__name__.endswith("RotaryEmbedding") for m in x.modules()) for x in (model, module))
+    rope = getattr(config, "rope_parameters", None) or {}
     norms, over = _norms(module, layers[qkv[0]])
     spec = AttentionSpec(
         path=path,
@@ -197,7 +198,8 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, blocks: nn.M
         kv_heads=kv_heads,
         width=None,  # nothing here shows that the class asks the config; heads of a stock model keep theirs
         position="rope" if rotary else "none",
-        growth=LLAMA_4_GROWTH if LLAMA_4_GROWTH[0] in (getattr(config, "rope_parameters", None) or {}) else None,
+        rotary_base=rope.get("rope_theta") if own else None,
+        growth=LLAMA_4_GROWTH if LLAMA_4_GROWTH[0] in rope else None,
         sinks="sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else None,
         qk_norm=norms,
         norm_over=over,

@@ -481,11 +481,13 @@ def middle_output(view: BlockView, stream: Stream, batch: int) -> Tensor:
 
 
 def _forward(view, stream, module, of: range | None = None) -> Iterator[tuple[int, dict, Tensor | Any]]:
-    """Yield the number of each batch, or of those in a range, its keyword arguments and the output, which is ``None``
-    where the forward was left early."""
+    """Yield the number of each batch, or of those in a range, what the block is called with beside it by name, and the
+    output, which is ``None`` where the forward was left early."""
+    names = list(inspect.signature(type(view.module).forward).parameters)[2:]  # RecurrentGemma gives them by place
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i in range(len(stream.hidden)) if of is None else of:
-        kwargs = stream.calls[i][view.index].kwargs
+        args, kwargs, _ = stream.calls[i][view.index]
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
         try:
             output = block_output(view, stream, i, module)
         except _Stop:

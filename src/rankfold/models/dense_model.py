@@ -165,7 +165,7 @@ class DenseModel:
         """Return the rotary frequencies of a block; families with sliding layers keep one table per layer type."""
         base = self.architecture.attention.rotary_base
         if base is not None:
-            return own_frequencies(base, self.config.rotary_dim).to(self.device)
+            return own_frequencies(base, self.meta_block(index).attention.rotary_dim).to(self.device)
         owner = self.architecture.blocks.rpartition(".")[0]  # other parts have tables of their own
         for module in self.model.get_submodule(owner).modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
