@@ -102,10 +102,8 @@ def unknown(name: str) -> nn.Module:
         "persimmon": lambda: t.PersimmonConfig(**SHAPE),
         "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
         # Experts: in all blocks; behind a dense one, with a shared one; that and a gate in attention.
-        "flex_olmo": lambda: t.FlexOlmoConfig(**GQA, **IDS, num_experts=6, num_experts_per_tok=2),
-        "exaone_moe": lambda: t.ExaoneMoeConfig(
-            **GQA, **IDS, **AMONG_SIX, head_dim=8, first_k_dense_replace=1, num_shared_experts=1, sliding_window=8
-        ),
+        "mellum": lambda: t.MellumConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8),
+        "hy_v3": lambda: t.HYV3Config(**GQA, **IDS, **AMONG_SIX, head_dim=8, first_k_dense_replace=1),
         "aria_text": lambda: t.AriaTextConfig(**GQA, **IDS, moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
         "afmoe": lambda: t.AfmoeConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8, num_dense_layers=1, sliding_window=8),
         "olmo_hybrid": lambda: t.OlmoHybridConfig(
@@ -147,7 +145,7 @@ def unknown(name: str) -> nn.Module:
 
 
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa", "recurrent_gemma"]
-OTHER_PARTS = ["flex_olmo", "exaone_moe", "aria_text", "afmoe"]
+OTHER_PARTS = ["mellum", "hy_v3", "aria_text", "afmoe"]
 ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "mimo_v2_flash"]
 
 
@@ -217,15 +215,15 @@ def test_queries_that_grow_with_their_position_do_so_behind_what_a_proof_runs(tm
 
 def test_no_stock_model_of_such_a_family_is_narrower(tmp_path):
     """What its config can say is not known, and no weights tell how a class stores what they are padded to."""
-    unknown("flex_olmo").save_pretrained(tmp_path / "dense")
+    unknown("mellum").save_pretrained(tmp_path / "dense")
     common = {"calibration": tokens(), "sparsity": 0.1, "rank_multiple": 2}
     with pytest.raises(
-        UnsupportedModelError, match=r"'flex_olmo' is not one of the families .*take target='transformers'"
+        UnsupportedModelError, match=r"'mellum' is not one of the families .*take target='transformers'"
     ):
         rankfold.compress(tmp_path / "dense", target="stock", allocation="uniform", **common)
     rankfold.compress(tmp_path / "dense", output=tmp_path / "small", **common)
     for form in ("stock", "gguf", "deci"):
-        with pytest.raises(UnsupportedModelError, match="flex_olmo"):
+        with pytest.raises(UnsupportedModelError, match="mellum"):
             rankfold.export(tmp_path / "small", tmp_path / form, format=form)
         assert not (tmp_path / form).exists()
 
@@ -324,7 +322,7 @@ def test_experts_that_cannot_be_read_are_named(caplog):
 
 
 def test_nothing_is_said_of_norms_and_routers(caplog):
-    for name in DENSE_PARTS + ["exaone_moe"]:
+    for name in DENSE_PARTS + ["hy_v3"]:
         validated(rankfold.open_model(unknown(name), device="cpu"))
     assert "weights of its blocks stay dense" not in caplog.text
 

@@ -59,6 +59,12 @@ CONFIGS = {
     "minimax_m2": lambda: t.MiniMaxM2Config(
         **NARROW, head_dim=8, rotary_dim=4, num_local_experts=E, num_experts_per_tok=TOP
     ),
+    "flex_olmo": lambda: t.FlexOlmoConfig(**NARROW, **IDS, num_experts=E, num_experts_per_tok=TOP),
+    "exaone_moe": lambda: t.ExaoneMoeConfig(
+        **_qwen(),
+        **{"head_dim": 8, "num_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        **{"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], **IDS},
+    ),
     "qwen3_next": lambda: t.Qwen3NextConfig(
         **_qwen(),
         **HEADS_OF_STATES,
@@ -93,7 +99,7 @@ CONFIGS = {
     ),
 }
 ATTENTION_STAYS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "gemma4_text", "llama4_text"}
-OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1")
+OF_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "exaone_moe")
 SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys((*OF_DEEPSEEK, "ernie4_5_moe"), "mlp.shared_experts"),

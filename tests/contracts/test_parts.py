@@ -183,6 +183,16 @@ SEEING = {
         "model.language_model.layers",
         "model.visual.blocks",
     ),
+    "mistral3": (
+        t.Mistral3ForConditionalGeneration,
+        lambda: t.Mistral3Config(
+            text_config=TEXT | {"model_type": "mistral", "head_dim": 8},
+            vision_config=SMALL | {"model_type": "pixtral", "head_dim": 8},
+            image_token_index=90,
+        ),
+        "model.language_model.layers",
+        None,
+    ),
     "llama4": (  # its language model has a head of its own
         t.Llama4ForConditionalGeneration,
         lambda: t.Llama4Config(

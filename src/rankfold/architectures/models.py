@@ -80,6 +80,7 @@ EXPERTS = {
     "granitemoe": "Granite-MoE",
     "granitemoehybrid": "Granite 4",
     "olmoe": "OLMoE",
+    "flex_olmo": "FlexOlmo",
     "gpt_oss": "GPT-OSS",
     "llama4_text": "Llama 4 for text",
     "deepseek_v2": "DeepSeek V2",
@@ -89,6 +90,7 @@ EXPERTS = {
     "dots1": "dots.llm1",
     "ernie4_5_moe": "ERNIE 4.5 MoE",
     "minimax_m2": "MiniMax M2",
+    "exaone_moe": "EXAONE MoE",
     "lfm2_moe": "LFM2-MoE",
     "jamba": "Jamba",
     "nemotron_h": "Nemotron-H and Nemotron 3 Nano",
@@ -118,5 +120,6 @@ MODELS = (
     _sees("Qwen3.5", "qwen3_5", "qwen3_5_text", "qwen3_5_vision", projector=True),
     _sees("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision", projector=True),
     _sees("Gemma 3", "gemma3", "gemma3_text", "siglip_vision_model"),
+    NamedModel("Mistral Small 3.1 and 3.2", "mistral3", "images and text", {"language": "mistral"}),
     NamedModel("Gemma 4", "gemma4", "images and text", {"language": "gemma4_text"}),
 )
