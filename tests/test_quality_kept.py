@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import rankfold
 from families import opened, tokens
 from rankfold import pipeline, quality
-from rankfold.errors import DataError, OptionError, UnsupportedModelError
+from rankfold.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
 from rankfold.report.goal import asked_and_got, goal_line
 from tiny_encoders import opened_encoder
 from trained import calibration, trained, with_held_out
@@ -83,6 +83,19 @@ def test_a_killed_search_goes_on_and_leaves_one_folder(source, tmp_path, tmp_pat
     assert found.output == output and same_weights(found.model, rankfold.load(output, device="cpu"))
     record = json.loads((output / "rankfold.json").read_text())
     assert record["goal"] == found.record["goal"] and record["goal"]["got"] >= 0.6
+
+
+def test_of_two_runs_for_one_output_the_second_is_refused(source, tmp_path):
+    """Whatever it asks for: the search that ends first would remove the runs of another one."""
+    how = {"calibration": with_held_out(calibration()), "method": "modegpt", "output": tmp_path / "small", **FINE}
+
+    def begin_another(plan):
+        for other in ({"keep_quality": 0.9}, {"sparsity": 0.3}):
+            with pytest.raises(CheckpointError, match=f"small is being written by process {os.getpid()}"):
+                rankfold.compress(source, **how, **other)
+
+    rankfold.compress(source, keep_quality=0.6, **how, on_plan=begin_another)
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 def test_a_plan_is_that_of_the_first_run(source):

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,9 @@ from typing import Any
 
 from . import pipeline
 from ._utils.files import check_output, make_folder, sync_folder, write_json, writing
+from ._utils.locking import lock_of, locked
 from ._utils.present import present
-from ._utils.processes import from_first, on_first
+from ._utils.processes import from_first, is_first, on_first
 from .allocation import LEAST, Lost, Measured, RankCosts, expected_loss, guessed_loss, next_sparsity
 from .calibration.store import MomentStore
 from .checkpoint.run import RunFolder
@@ -83,43 +84,44 @@ def compress_to_keep(
     """
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     allowed = _allowed_loss(source, method, keep_quality, tokens, moments)
-    begin = time.perf_counter()
-    curve = loss_curve(validated(source), method, tokens, moments)
-    tokens, moments = _measured_once(source, method, tokens, moments, mode)
-    seconds = time.perf_counter() - begin
     place = _Places(Path(output), keep_quality) if output is not None else None
-    runs: list[Lost] = []
-    earlier: list[dict[str, float]] = []
-    kept: CompressionResult | None = None
-    while (sparsity := next_sparsity(curve, runs, allowed)) is not None:
-        predicted = math.exp(-expected_loss(curve, runs, sparsity)) if curve.costs or runs else None
-        asked = Goal("keep_quality", keep_quality, predicted, tuple(earlier))
-        folder = place.of_run(sparsity) if place else None
-        how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": asked}
-        result = _run(source, replace(method, sparsity=sparsity), tokens, folder, how)
-        got = kept_quality(result.record["held_out"])
-        seconds += result.record["run"]["seconds"]["total"]  # also of one that an earlier search did
-        runs.append(Lost(sparsity, -math.log(got)))
-        earlier.append({"sparsity": sparsity, "got": got})
-        if got >= keep_quality and all(run.sparsity <= sparsity for run in runs if run.is_within(allowed)):
-            kept = result
-        if on_run:
-            on_run(f"run {len(runs)}: sparsity {sparsity:g} keeps {got:.4f}, asked {keep_quality:g}")
-    if kept is None:
+    with place.working() if place else contextlib.nullcontext():
+        begin = time.perf_counter()
+        curve = loss_curve(validated(source), method, tokens, moments)
+        tokens, moments = _measured_once(source, method, tokens, moments, mode)
+        seconds = time.perf_counter() - begin
+        runs: list[Lost] = []
+        earlier: list[dict[str, float]] = []
+        kept: CompressionResult | None = None
+        while (sparsity := next_sparsity(curve, runs, allowed)) is not None:
+            predicted = math.exp(-expected_loss(curve, runs, sparsity)) if curve.costs or runs else None
+            asked = Goal("keep_quality", keep_quality, predicted, tuple(earlier))
+            folder = place.of_run(sparsity) if place else None
+            how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": asked}
+            result = _run(source, replace(method, sparsity=sparsity), tokens, folder, how)
+            got = kept_quality(result.record["held_out"])
+            seconds += result.record["run"]["seconds"]["total"]  # also of one that an earlier search did
+            runs.append(Lost(sparsity, -math.log(got)))
+            earlier.append({"sparsity": sparsity, "got": got})
+            if got >= keep_quality and all(run.sparsity <= sparsity for run in runs if run.is_within(allowed)):
+                kept = result
+            if on_run:
+                on_run(f"run {len(runs)}: sparsity {sparsity:g} keeps {got:.4f}, asked {keep_quality:g}")
+        if kept is None:
+            if place:
+                on_first(place.clear)
+            tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
+            raise OptionError(
+                f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried "
+                f"({tried}); give a lower one, more calibration samples, or another method"
+            )
+        goal = kept.record["goal"]
+        goal |= {"later_runs": earlier[len(goal["earlier_runs"]) + 1 :], "search_seconds": seconds}
         if place:
-            on_first(place.clear)
-        tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
-        raise OptionError(
-            f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried "
-            f"({tried}); give a lower one, more calibration samples, or another method"
-        )
-    goal = kept.record["goal"]
-    goal |= {"later_runs": earlier[len(goal["earlier_runs"]) + 1 :], "search_seconds": seconds}
-    if place:
-        written = present(kept.output)
-        on_first(lambda: write_json(written / NAME, kept.record))
-        kept.output = from_first(lambda: place.publish(written))
-    return kept
+            written = present(kept.output)
+            on_first(lambda: write_json(written / NAME, kept.record))
+            kept.output = from_first(lambda: place.publish(written))
+        return kept
 
 
 def method_to_keep(
@@ -210,6 +212,20 @@ class _Places:
     def __init__(self, output: Path, keep_quality: float):
         self.output, self.folder = output, output.with_name(f"{output.name}.search")
         self.runs = self.folder / str(keep_quality)  # a record says what was asked for
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Keep the output to this process, whose end removes the runs of every search for it.
+
+        Raises:
+            CheckpointError: the output exists, or another process writes it.
+        """
+        if not is_first():
+            yield
+            return
+        with locked(lock_of(self.output), self.output):
+            check_output(self.output)
+            yield
 
     def of_run(self, sparsity: float) -> Path:
         """Return the output of a run, in a folder that is there."""
