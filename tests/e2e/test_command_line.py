@@ -322,6 +322,7 @@ def test_where_nothing_can_be_printed(place):
         == "rankfold: cannot use a file: No space left on device; check the name, its permissions and the disk\n"
     )
     assert outside(place, "methods >&- 2>&- <&-").returncode == 0
+    assert outside(place, "methods nope 2> /dev/full").returncode == 2
 
 
 def test_a_chat_that_nobody_can_type_in_ends(run, monkeypatch):

@@ -38,7 +38,8 @@ class Shards:
             path = self.path(index)
             with safe_open(path, framework="pt") as handle:
                 weight_map |= dict.fromkeys(handle.keys(), path.name)
-            size += path.stat().st_size - 8 - int.from_bytes(path.open("rb").read(8), "little")
+            with path.open("rb") as file:
+                size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
         write_json(
             self.folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},

@@ -1,5 +1,6 @@
 """The command line: every command parses, calls one library function, prints."""
 
+import contextlib
 import io
 import os
 import signal
@@ -101,7 +102,8 @@ def _refuse(message: str) -> int:
     if _is_other_process():
         return 2
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message.strip())
-    print(f"rankfold: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a full disk that stderr goes to, nobody can be told
+        print(f"rankfold: {line}", file=sys.stderr)
     return 2
 
 
