@@ -101,6 +101,31 @@ def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
         rankfold.load_calibration(tmp_path / "none.jsonl", source, tokenizer=processor)
 
 
+def test_of_an_image_that_is_cut_a_piece_is_taken(folder):
+    """As LLaVA-NeXT's, Idefics 3's and SmolVLM's processors do: its tower sees the pieces."""
+    cuts = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size=28, image_grid_pinpoints=[[28, 56], [56, 28]]
+    )
+    found = rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=16, tokenizer=cuts)
+    assert found.ids.shape == (16, 3, 28, 28) and len(found.held_out) == 2
+    pieces = [cuts(images=[picture(n)], return_tensors="pt")["pixel_values"][0] for n in range(20)]
+    owners = [{n for n, of_it in enumerate(pieces) if rows(x[None]) <= rows(of_it)} for x in found.ids]
+    assert len(set.union(*owners)) == 16
+    places = [
+        next(i for i, piece in enumerate(pieces[min(n)]) if torch.equal(piece, x))
+        for n, x in zip(owners, found.ids, strict=True)
+    ]
+    assert set(places) == {0, 1, 2}
+
+
+def test_images_of_several_sizes_are_refused(folder):
+    keeps = transformers.ViTImageProcessorPil(do_resize=False)
+    with pytest.raises(
+        DataError, match=r"makes images of 18 sizes of these, as \(3, 2\d, 24\) and \(3, 3\d, 24\); give"
+    ):
+        rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=16, tokenizer=keeps)
+
+
 def test_too_few_images_are_shared_out(folder, processor, caplog):
     with caplog.at_level(logging.INFO):
         found = rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=64, tokenizer=processor)

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FILES = ".parquet or .jsonl file"
-TOGETHER = 64  # images that the processor gets at once
 Image = tuple[str, Path | bytes]  # name for messages, and a file or what is in one
 
 
@@ -178,9 +177,17 @@ def image_paths(row: Any, where: str, file: Path, column: str = "image") -> tupl
 
 
 def _pixels(images: list[Image], processor) -> Tensor:
-    """Return pixels ``(S, C, H, W)``."""
-    groups = (images[begin : begin + TOGETHER] for begin in range(0, len(images), TOGETHER))
-    return torch.cat([_processed(group, processor, "pixel_values")[0] for group in groups])
+    """Return pixels ``(S, C, H, W)``: of an image that the processor cuts, one piece, by turns each."""
+    pixels = []
+    for number, image in enumerate(images):
+        pieces = _processed([image], processor, "pixel_values")[0].flatten(0, -4)
+        pixels.append(pieces[number % len(pieces)])
+    if len(sizes := {tuple(one.shape) for one in pixels}) > 1:
+        raise DataError(
+            f"the model's image processor makes images of {len(sizes)} sizes of these, as {min(sizes)} and {max(sizes)}"
+            "; give images of one size, or correct preprocessor_config.json"
+        )
+    return torch.stack(pixels)
 
 
 def _examples(images: list[Image], processor) -> tuple[Example, ...]:
