@@ -144,6 +144,17 @@ SEEING = {
         "model.text_model.layers",
         "model.vision_model.encoder.layers",
     ),
+    "paligemma": (  # as PaliGemma 2, of which only the tower can use the kernel for attention
+        t.PaliGemmaForConditionalGeneration,
+        lambda: t.PaliGemmaConfig(
+            text_config=TEXT | {"model_type": "gemma2", "head_dim": 8},
+            vision_config=SMALL | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            image_token_index=90,
+            projection_dim=32,
+        ),
+        "model.language_model.layers",
+        "model.vision_tower.encoder.layers",
+    ),
     "qwen2_vl": (
         t.Qwen2VLForConditionalGeneration,
         lambda: t.Qwen2VLConfig(

@@ -11,7 +11,7 @@ from .._utils.files import read_json, read_tensors, write_json, write_tensors
 from ..methods import BlockResult
 from ..models.weights import as_written
 from ..modules import tied_weights
-from .load import empty_model
+from .load import attention_of, empty_model
 from .shards import Shards
 
 
@@ -83,7 +83,7 @@ class BlockFiles:
         Raises:
             CheckpointError: they are not.
         """
-        model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
+        model = empty_model(config, attention_of(source.model.config), source.compute_dtype)
         self.shards.check(model)
         return model
 

@@ -146,7 +146,14 @@ def described(config) -> RankfoldConfig | dict | None:
     return getattr(config, "quantization_config", None)
 
 
-def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
+def attention_of(config) -> dict[str, Any]:
+    """Return how each part of a model computes attention: some parts have none of the others' ways."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    nested = {name: attention_of(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **nested}
+
+
+def empty_model(config, attention: dict[str, Any] | None = None, dtype=None) -> PreTrainedModel:
     """Return the compressed structure a config describes, on the meta device, of its own dtype or another."""
     found = described(config)
     plain = copied_config(config)
@@ -162,7 +169,7 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
 
 def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     """Return a compressed model in memory: the source's outer tensors around the given block tensors."""
-    model = empty_model(config, source.model.config._attn_implementation)
+    model = empty_model(config, attention_of(source.model.config))
     outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
     state = outer | {name: as_written(name, tensor.cpu(), source.dtype) for name, tensor in blocks.items()}
     model.load_state_dict(state, strict=False, assign=True)
