@@ -36,10 +36,8 @@ def stock_parameters(folder: Path) -> int | None:
     model, weights = empty_model(config), Weights(folder)
     pairs = [name for name, _ in model.named_buffers() if name.endswith(PAIRS)]
     model.load_state_dict({name: weights.raw(name) for name in pairs}, strict=False, assign=True)
-    source = _Shapes(model, folder.name, torch.device("cpu"), config.dtype)
-    if not source.architecture.decoder:
-        return None
     try:
-        return parameters(stock_form(source).empty())
+        source = _Shapes(model, folder.name, torch.device("cpu"), config.dtype)
+        return parameters(stock_form(source).empty()) if source.architecture.decoder else None
     except UnsupportedModelError:
         return None
