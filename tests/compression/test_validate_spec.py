@@ -29,6 +29,7 @@ from rankfold.compression import validate_spec as module
 from rankfold.compression.validate_spec import validate_spec, validated
 from rankfold.errors import UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes
+from rankfold.exports.kept import stock_parameters
 
 KNOWN = {a.model_type: a for a in known_architectures()}
 # Their blocks are none that a spec can be read off: norms stand in the stream, BLOOM and Falcon add inside layers.
@@ -92,6 +93,8 @@ def test_a_block_that_is_read_wrongly_is_refused_with_the_reason(family, monkeyp
 
 
 AMONG_SIX = {"num_experts": 6, "moe_num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LAST_IS_FULL = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 8}
+LAST_IS_FULL["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 def unknown(name: str) -> nn.Module:
@@ -132,6 +135,15 @@ def unknown(name: str) -> nn.Module:
         "recurrent_gemma": lambda: t.RecurrentGemmaConfig(
             **(GQA | IDS), lru_width=32, attention_window_size=40, block_types=["recurrent", "attention"]
         ),
+        # Wide layers without values of their own; layers that read keys and values of those before.
+        "gemma4_unified_text": lambda: t.Gemma4UnifiedTextConfig(
+            **GQA, **IDS, **LAST_IS_FULL, attention_k_eq_v=True, num_global_key_value_heads=1
+        ),
+        "gemma4_unified_text-shared": lambda: t.Gemma4UnifiedTextConfig(
+            **(GQA | {"num_hidden_layers": 4}),
+            **(IDS | LAST_IS_FULL | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+            num_kv_shared_layers=2,
+        ),
         "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
             **{**GQA, **AMONG_SIX}, head_dim=8, v_head_dim=4, n_routed_experts=6
         ),
@@ -147,6 +159,7 @@ def unknown(name: str) -> nn.Module:
 DENSE_PARTS = ["ministral", "biogpt", "jais2", "persimmon", "granite_swa", "recurrent_gemma"]
 OTHER_PARTS = ["mellum", "hy_v3", "aria_text", "afmoe"]
 ATTENTION_STAYS = ["olmo_hybrid", "minicpm3", "glm_moe_dsa", "mimo_v2_flash"]
+ATTENTION_STAYS += ["gemma4_unified_text", "gemma4_unified_text-shared"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +189,7 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     with torch.no_grad():
         dense, less = model(ids).logits, small(ids).logits
         again = t.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
-    assert torch.equal(less, again)
+    assert torch.equal(less, again) and stock_parameters(folder) is None
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     assert 0 < (less - dense).norm() < dense.norm()
 

@@ -44,14 +44,17 @@ def derive(model: "PreTrainedModel") -> Architecture:
     config = model.config.get_text_config()
     path, blocks = _blocks(model, config)
     name, module = _attention(blocks, config)
+    attention = _attention_spec(name, module, model, blocks, config)
     mixers = _mixers(blocks, name, config)
+    if any((spec.path, spec.output) == (attention.path, attention.output) for spec in mixers):  # no telling them apart
+        attention, mixers = left_dense(attention, "some of its blocks lack queries, keys or values"), ()
     places = (name, *(spec.path for spec in mixers))
     experts = [_experts(block, places, config) for block in blocks]
     plain = next((block for block, found in zip(blocks, experts, strict=True) if found is None), None)
     found = Architecture(
         model_type=config.model_type,
         blocks=path,
-        attention=_attention_spec(name, module, model, blocks, config),
+        attention=attention,
         mlp=None if plain is None else _mlp(_outside(plain, places), config),
         experts=next(filter(None, experts), None),
         mixers=mixers,
@@ -150,7 +153,7 @@ def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec |
         return None
     ((path, module),) = found
     experts = len(module.down_proj)
-    count = next((name for name in COUNTS if getattr(config, name, None) == experts), None)
+    count = next((name for name in COUNTS if _told(config, name) == experts), None)
     if count is None:
         return None
     # Neither the router nor a gate on the MLP beside the experts is a part of that MLP.
@@ -170,14 +173,22 @@ def _experts(block: nn.Module, places: tuple[str, ...], config) -> ExpertsSpec |
 
 def _field(width: int, config) -> str | None:
     """Field of the config with so many hidden units."""
-    return next((name for name in WIDTHS if getattr(config, name, None) == width), None)
+    return next((name for name in WIDTHS if _told(config, name) == width), None)
+
+
+def _told(config, name: str) -> Any:
+    """Value of a field of the config; ``None`` where there is none for all layers alike."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # of transformers: layers differ in it
+        return None
 
 
 def _attention_spec(path: str, module: nn.Module, model: nn.Module, blocks: nn.ModuleList, config) -> AttentionSpec:
     layers = linear_layers(module)
     qkv = _qkv(layers)
     output = _one_output(layers, qkv, config)
-    kv_heads = "config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None
+    kv_heads = "config.num_key_value_heads" if _told(config, "num_key_value_heads") else None
     if not qkv:
         why = f"its attention projects by {', '.join(layers)}, which are not queries, keys and values"
         return left_dense(AttentionSpec(path, output, (), kv_heads=kv_heads), why)
