@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 import rankfold
+import tiny_pairs
 from families import opened, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from saved import save_tiny, save_tokenizer_over_characters
@@ -254,6 +255,15 @@ def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
     for kind in ("deci", "gguf", "gguf-deci"):
         with pytest.raises(UnsupportedModelError, match=f"takes a model type out of llama, mistral, got {family}"):
             rankfold.export(small, tmp_path / "x", kind)
+
+
+@pytest.mark.parametrize("form", ["gguf", "gguf-deci", "deci"])
+def test_a_llama_that_sees_is_refused(form, tmp_path):
+    small = rankfold.compress(
+        tiny_pairs.opened("llava"), 0.3, method="modegpt", calibration=tokens(), output=tmp_path / "small"
+    ).output
+    with pytest.raises(UnsupportedModelError, match="of text alone, and small is a LlavaForConditionalGeneration; use"):
+        rankfold.export(small, tmp_path / "made", format=form)
 
 
 def test_a_tokenizer_that_has_no_name_in_llama_cpp_or_is_not_there_is_refused(place, tmp_path):

@@ -12,6 +12,11 @@ FAMILIES = ("llama", "mistral")
 def check_family(source: DenseModel) -> None:
     """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
     config = source.config  # other families have other fields
+    if source.model.config.get_text_config() is not source.model.config:
+        raise UnsupportedModelError(
+            f"this form holds a model of text alone, and {source.name} is a {type(source.model).__name__}; use "
+            f"{option('format', 'stock')}, and the converter of the engine you want"
+        )
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     found = {
         "model type": (config.model_type, FAMILIES),
