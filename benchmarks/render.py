@@ -74,6 +74,7 @@ PAGES = {
     "complexity": ("complexity*", "Parameters, MACs and cache against sparsity", costs.complexity),
     "mutants": ("mutants*", "Mutants that the tests notice", costs.mutants),
     "experts": ("experts*", "What experts are fitted to", models.experts),
+    "fewer_experts": ("fewer_experts*", "Fewer experts, narrower ones, or both", models.fewer_experts),
     "large_models": ("large_models*", "Memory and time of large models, computed", costs.large_models),
     "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),

@@ -322,3 +322,21 @@ def experts(record: dict) -> list[str]:
     fewest = {row["windows"]: f"{row['windows']} windows, fewest tokens {row['fewest']:.0f}" for row in rows}
     cells = {(row["name"], fewest[row["windows"]]): f"{row['perplexity']:.3f}" for row in rows}
     return [f"Perplexity; dense {dense['perplexity']:.3f}.", "", *crossed(cells, head="fitted to")]
+
+
+def fewer_experts(record: dict) -> list[str]:
+    """Write a table for every model, kind of calibration and text; beside the default, how many experts stay."""
+    found: list[str] = []
+    dense = {row["model"]: row["perplexity"] for row in record["rows"] if row["setting"] == "dense"}
+    rows = [row for row in record["rows"] if row["setting"] != "dense"]
+    for model, calibrated in dict.fromkeys((row["model"], row["calibrated"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["calibrated"]) == (model, calibrated)]
+        for text in dense[model]:
+            told = f"Perplexity on `{text}`, {model}, calibrated on {calibrated}; dense {dense[model][text]:.3f}"
+            found += [f"{told}. In brackets the experts of 16 that stay:", ""]
+            found += [*by_sparsity(mine, lambda row, text=text: _with_kept(row, text)), ""]
+    return found[:-1]
+
+
+def _with_kept(row: dict, text: str) -> str:
+    return f"{row['perplexity'][text]:.3f}" + (f" ({row['kept']})" if row["kept"] < 16 else "")

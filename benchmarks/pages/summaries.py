@@ -76,6 +76,7 @@ QUESTIONS = {
         ),
         "encoders": ("Can encoders be compressed?", "Read it for classifiers and embeddings."),
         "experts": ("What is an expert with few tokens fitted to?", "Read it for mixtures of experts."),
+        "fewer_experts": ("Should experts go, or become narrower?", "Read it for mixtures of experts."),
         "qk_norm": (
             "Does compressing normalised queries and keys pay?",
             "Read it for Qwen 3, Gemma 3 and OLMo 2, where it is off.",

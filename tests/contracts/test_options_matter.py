@@ -745,11 +745,17 @@ ROWS = {
     ],
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
-# On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py. Blocks together:
-# test_basis_sharing.py.
+# On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py. Experts:
+# test_expert_counts.py. Blocks together: test_basis_sharing.py.
 ELSEWHERE = {
     "basis-sharing": {"group_size"},
-    "rankfold": {"attention_aware", "residual_correction", "norm_aware", "allow_module_removal"},
+    "rankfold": {
+        "attention_aware",
+        "residual_correction",
+        "norm_aware",
+        "allow_module_removal",
+        "allow_expert_removal",
+    },
     "slicegpt+modegpt": {"slicing"},
 }
 # test_removal.py, test_reap.py, test_slicegpt.py, test_semi_structured_methods.py

@@ -66,7 +66,8 @@ def allocate(
     fixed = [u for u in units if u.fixed and any(share.asked for share in shares)]
     ranks = {u.key: u.ranks[-1] for u in units} | {u.key: u.ranks[0] for u in fixed}
     facts: dict[str, Any] = {"allocation": method.allocation.name}
-    facts |= width_facts(fixed[0], fixed[0].ranks[0]) if fixed else {}
+    widths = [u for u in fixed if u.sizes[0]]  # not of experts, of which nothing is left that go
+    facts |= width_facts(widths[0], widths[0].ranks[0]) if widths else {}
     for share in shares:
         own = facts.setdefault(share.module, {}) if share.module else facts
         if share.remove:

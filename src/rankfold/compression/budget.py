@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from .._utils.processes import from_first
 from .._utils.sizes import parse_size, size_text
 from ..allocation import Bytes, ContextBudget, Parameters, block_weights, check_reachable, unique_parameters
+from ..allocation.one_rank import Level
 from ..architectures import Architecture, BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError, option
@@ -36,6 +37,29 @@ class RankOptions(NamedTuple):
     priced: list[PrunableModule]  # sizes in what the budget counts
     counted: int
     facts: dict[str, Any]  # of the budget, for the record
+    experts: list[PrunableModule]  # how many may stay of every block that has any; empty where all do
+    priced_experts: list[PrunableModule]
+
+    def with_experts(self, level: Level) -> "RankOptions":
+        """Return what there is to choose from where so many experts stay, by their full number."""
+        units, priced = _with_experts(self.units, self.experts, level), self.priced
+        priced = units if priced is self.units else _with_experts(priced, self.priced_experts, level)
+        return self._replace(units=units, priced=priced, experts=[], priced_experts=[])
+
+
+def _with_experts(units: list[PrunableModule], experts: list[PrunableModule], level: Level) -> list[PrunableModule]:
+    """Size the widths of experts for those that stay; what goes with the others is a module that is not chosen."""
+    full = {unit.block: unit.ranks[-1] for unit in experts}
+
+    def narrower(unit: PrunableModule) -> PrunableModule:
+        of = full[unit.block]
+        return replace(unit, sizes=tuple(size // of * level[of] for size in unit.sizes))
+
+    gone = []
+    for unit in experts:
+        rank, of = level[unit.ranks[-1]], unit.ranks[-1]
+        gone.append(replace(unit, ranks=(rank, of), sizes=(0, unit.dense - unit.size(rank)), fixed=True))
+    return [narrower(unit) if unit.module == "experts" else unit for unit in units] + gone
 
 
 def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -> RankOptions:
@@ -61,9 +85,10 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
         raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
     whole = source.model if method.scope == "model" else source.blocks
     weights = unique_parameters(whole) if method.scope == "model" else sum(map(block_weights, source.blocks))
+    experts = [unit for view in views if (unit := method.expert_counts(view))]
     budget, counts = method.budget, {"counts": method.budget.counts}
     if not isinstance(budget, ContextBudget):
-        return RankOptions(units, weights, units, weights, counts)
+        return RankOptions(units, weights, units, weights, counts, experts, experts)
     context = min(budget.context, source.context_length)
     if isinstance(budget, Bytes):
         size, counted, facts = _bytes(source, method, whole, context, budget.batch)
@@ -71,7 +96,8 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
         size, counted, facts = _latency(source, cast("MeasurableMethod", method), units, context, kept)
     else:
         size, counted, facts = _flops(source, whole, context)
-    return RankOptions(units, weights, _priced(source, units, size), counted, counts | facts)
+    priced, priced_experts = _priced(source, units, size), _priced(source, experts, size)
+    return RankOptions(units, weights, priced, counted, counts | facts, experts, priced_experts)
 
 
 def method_of_size(source: DenseModel, method: Method, target_size: int | str | None) -> Method:

@@ -178,6 +178,9 @@ def _allocation(
     blocks, work, trials = len(source), Work(), 0
     units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]
     losing = averages(units, method, the_plan.counted_weights)
+    experts = [unit for index in range(blocks) if (unit := method.expert_counts(source.meta_block(index)))]
+    losing |= dict.fromkeys((unit.key for unit in experts), max(losing.values(), default=0.0)) if losing else {}
+    units += experts
     units = [unit for unit in units if unit.key in losing]
     for unit in units:
         view, average = source.meta_block(unit.block), losing[unit.key]

@@ -8,6 +8,7 @@ from .._utils.present import present
 from ..allocation import (
     Greedy,
     Measured,
+    RankCosts,
     Uniform,
     allocate,
     averages,
@@ -16,7 +17,7 @@ from ..allocation import (
     to_remove,
     unique_parameters,
 )
-from ..allocation.one_rank import freed, levels
+from ..allocation.one_rank import Level, freed, levels
 from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
@@ -52,8 +53,29 @@ class Allocated(NamedTuple):
     budget: dict  # what it counts, how much there is of it, how much was to go and goes
 
 
-def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Allocated:
-    """Choose ranks under the budget; see :func:`rankfold.allocation.allocate`."""
+def allocate_ranks(options: RankOptions, method: Method, measured: Any = None) -> Allocated:
+    """Choose ranks under the budget (:func:`rankfold.allocation.allocate`), and how many experts stay where the method
+    lets the allocation choose that too: as many as with which all is measured to cost least."""
+    found = _allocated(options, method, measured)
+    if not options.experts or not found.budget["asked"]:
+        return found
+    fewer = (_with_fewer_experts(options, level, method, measured) for level in levels(options.priced_experts)[:-1])
+    return min([found, *filter(None, fewer)], key=lambda one: sum(measured[key][r] for key, r in one.ranks.items()))
+
+
+def _with_fewer_experts(options: RankOptions, level: Level, method: Method, measured: RankCosts) -> Allocated | None:
+    """Choose the other ranks; ``None`` where these experts are more than has to go, or their cost was not measured."""
+    choice = options.with_experts(level)
+    fewer = [unit for unit in choice.priced if unit.fixed]
+    known = all(unit.ranks[0] in measured.get(unit.key, {}) for unit in fewer)
+    if not known or sum(unit.dense for unit in fewer) > to_remove(options.priced, method, options.counted):
+        return None
+    found = _allocated(choice, method, measured)
+    costs = {f"{unit.block}.{unit.module}": measured[unit.key][unit.ranks[0]] for unit in fewer}
+    return found._replace(facts=found.facts | {"divergence": found.facts.get("divergence", {}) | costs})
+
+
+def _allocated(options: RankOptions, method: Method, measured) -> Allocated:
     units, counted = options.priced, options.counted
     ranks, facts = allocate(units, method, counted, measured)
     ranks |= {(block, unit.module): ranks[unit.key] for unit in units for block in unit.members}
@@ -122,7 +144,9 @@ def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ..
 
 def shares(options: RankOptions, method: Method) -> tuple[list[PrunableModule], dict]:
     """Return the units of all blocks, and the mean sparsity of the budget each belongs to."""
-    return options.priced, averages(options.priced, method, options.counted)
+    found, experts = averages(options.priced, method, options.counted), options.priced_experts
+    average = max(found.values(), default=0.0)  # where an allocation chooses experts, that of all modules
+    return options.priced + experts, found | {unit.key: average for unit in experts if average}
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:

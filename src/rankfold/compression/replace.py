@@ -44,16 +44,18 @@ def _put_one(view: BlockView, result: BlockResult, path: str, source: DenseModel
     with torch.device("meta"):
         built = from_config if spec["kind"] == FROM_CONFIG else build
         module = built(spec, getattr(owner, name), view.config)
-    adopted = set(spec.get("adopt", {}))
+    # What it takes over, and what a later stage has replaced in it, have their own.
+    others = (*spec.get("adopt", {}), *(x.removeprefix(f"{path}.") for x in result.modules if x.startswith(f"{path}.")))
+    others = tuple(f"{other}." for other in others)
     state = {
-        key.removeprefix(path + "."): _checked(key, tensor, source)
+        inside: _checked(key, tensor, source)
         for key, tensor in result.state.items()
-        if key.startswith(path + ".") and key.removeprefix(path + ".").split(".")[0] not in adopted
+        if key.startswith(path + ".") and not (inside := key.removeprefix(path + ".")).startswith(others)
     }
     missing = module.load_state_dict(state, strict=False, assign=True).missing_keys
-    if any(key.split(".")[0] not in adopted for key in missing):
+    if any(not key.startswith(others) for key in missing):
         raise NumericsError(f"{view.path}.{path} was not computed completely: {', '.join(missing)} missing")
-    setattr(owner, name, module.to(source.device).eval())
+    setattr(owner, name, module.eval())
 
 
 @contextlib.contextmanager

@@ -119,6 +119,11 @@ class Method(MethodConfig):
         """The ranks to choose in this block; weights may be on the meta device."""
         raise NotImplementedError
 
+    def expert_counts(self, view: BlockView) -> PrunableModule | None:
+        """How many experts of this block may stay, where an allocation may choose that beside their width; by default
+        all do."""
+        return None
+
     def joined(self, modules: list[PrunableModule], views: Sequence[BlockView]) -> list[PrunableModule]:
         """Modules of all blocks, one for those of several blocks that must have one rank; as they are by default."""
         return modules

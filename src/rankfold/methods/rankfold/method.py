@@ -14,12 +14,16 @@ from ..._utils.processes import dealt
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
+from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, CompressionStep, Curve, PrunableModule
+from ..baselines.reap import EXPERT_COUNT, REAP, kept_experts, lost, saliency
 from ..modegpt.curves import squared_errors
 from ..modegpt.method import MoDeGPT
 from ..work import Work, correcting, multiplying
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
+
+EXPERT_STEPS = 16  # parts of a block's experts of which an allocation may remove some
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Rankfold(MoDeGPT):
         allow_module_removal: a measured allocation may remove a whole attention or MLP, where that costs less than many
             smaller ones; not with a budget in time or with sparsities of single modules. ``False``: something remains
             of each, because what a module does on other texts is lost with all of it (docs/method.md).
+        allow_expert_removal: a measured allocation may remove whole experts, as many from every block, where that costs
+            less than narrower ones; all modules share one budget of weights or bytes then, without excluded blocks,
+            target or head_dim. ``False``: all stay, because what an expert does on other texts is lost with it.
     """
 
     name: ClassVar[str] = "rankfold"
@@ -52,6 +59,31 @@ class Rankfold(MoDeGPT):
     residual_correction: bool = True
     norm_aware: bool = True
     allow_module_removal: bool = False
+    allow_expert_removal: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        others = {
+            "a budget in time": self.budget.is_timed,
+            "sparsities of single modules": bool(self.own_sparsities),
+            "modules without experts": self.modules is not None and "experts" not in self.modules,
+            "exclude_blocks": bool(self.exclude_blocks),
+            "head_dim": bool(self.head_dim),
+            f"target {self.target}": self.target != "transformers",
+        }
+        if self.allow_expert_removal and isinstance(self.allocation, Measured) and any(others.values()):
+            given = next(name for name, is_given in others.items() if is_given)
+            raise OptionError(
+                "allow_expert_removal has the allocation choose one number of experts for all blocks, with all other "
+                f"ranks, got {given} too; drop one"
+            )
+
+    def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        if self.allow_expert_removal and architecture.experts is None:
+            raise UnsupportedModelError(
+                f"{architecture.model_type} has no experts that rankfold can remove; leave allow_expert_removal out"
+            )
+        return super().supported_modules(architecture, view)
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         found = super().prunable_modules(view)
@@ -66,12 +98,36 @@ class Rankfold(MoDeGPT):
             for unit in found
         ]
 
+    def expert_counts(self, view: BlockView) -> PrunableModule | None:
+        if not self.allow_expert_removal or not isinstance(self.allocation, Measured):
+            return None
+        if "experts" not in self.supported_modules(view.architecture, view):
+            return None
+        experts = view.experts
+        least = max(experts.active, experts.count // 2)  # with fewer, effects of experts and of widths would not add up
+        steps = {round(experts.count * (1 - n / EXPERT_STEPS)) for n in range(EXPERT_STEPS // 2 + 1)}
+        (found,) = REAP().prunable_modules(view)
+        ranks = tuple(rank for rank in found.ranks if rank in steps and rank >= least)
+        return replace(found, ranks=ranks, sizes=tuple(map(found.size, ranks))) if len(ranks) > 1 else None
+
+    def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        if EXPERT_COUNT not in ranks:
+            return super().parameter_change(view, ranks)
+        others = {module: rank for module, rank in ranks.items() if module != EXPERT_COUNT}
+        change, indices = super().parameter_change(view, others)
+        whole, chosen_by = REAP().parameter_change(view, {EXPERT_COUNT: ranks[EXPERT_COUNT]})
+        if "experts" in ranks:  # what experts that go would have lost has gone with them
+            narrower, _ = super().parameter_change(view, {"experts": ranks["experts"]})
+            change -= narrower // view.experts.count * (view.experts.count - ranks[EXPERT_COUNT])
+        return change + whole, indices + chosen_by
+
     def statistics(self, view: BlockView) -> set[str]:
         ranks = {module: 1 for module in self.supported_modules(view.architecture, view)}
         return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
-        """Queries, keys, values; the output projection on what these became; MLP and experts on the new attention."""
+        """Queries, keys, values; the output projection on what these became; then, on the new attention, which experts
+        go, and MLP and experts with those that stay."""
         full, corrected = view.attention.head_dim, self.follows(view)
         norms = self._norms(view)
         found = []
@@ -85,6 +141,8 @@ class Rankfold(MoDeGPT):
                 module = "vo" if "vo" in ranks else "qk"
                 refit = partial(refit_output, self, module=module)
                 found.append(CompressionStep({"attention_output", "attention_feedback"}, refit))
+        if EXPERT_COUNT in ranks:
+            found += REAP().stages(view, {EXPERT_COUNT: ranks[EXPERT_COUNT]})
         pieces = []
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
@@ -100,6 +158,7 @@ class Rankfold(MoDeGPT):
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
+        found += REAP().work(view, ranks)
         width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
         if self.follows(view):
             if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
@@ -141,7 +200,16 @@ class Rankfold(MoDeGPT):
         """Whether values are fitted to what attention makes of them."""
         return self.attention_aware and not self.follows(view)
 
+    def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
+        if unit.module == EXPERT_COUNT:
+            return REAP().work(view, {EXPERT_COUNT: least})
+        return super().work_of_curve(view, unit, least)
+
     def curve(self, view: BlockView, moments, unit: PrunableModule, least: int) -> Curve:
+        if unit.module == EXPERT_COUNT:
+            found, groups = saliency(view.experts, moments), view.experts.groups
+            kept = {rank: kept_experts(found.scores, rank, groups) for rank in unit.ranks if rank >= least}
+            return Curve({rank: lost(found, experts) ** 2 for rank, experts in kept.items()})
         return squared_errors(self, view, moments, unit, least, values_of(self, view))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
