@@ -17,6 +17,7 @@ from rankfold.compression import importance as scores
 from rankfold.compression.budget import rank_options
 from rankfold.compression.kl_divergence import measure_kl_sensitivity
 from rankfold.compression.plan import shares
+from rankfold.errors import OptionError
 from rankfold.methods import PrunableModule
 from rankfold.modules import build
 
@@ -160,14 +161,15 @@ def test_ranks_that_go_together_are_the_cheapest_there_are(seed):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"allow_module_removal": True, "allocation": "uniform"},
-        {"allow_module_removal": True, "budget": "latency"},
-        {"allow_module_removal": True, "modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
-    ],
+    ("options", "named"),
+    [({"budget": "latency"}, "a budget in time"), ({"modules": {"mlp": 0.3}}, "sparsities of single modules")],
 )
+def test_what_excludes_this_option(options, named):
+    with pytest.raises(OptionError, match=f"allow_module_removal does not go with {named}; drop one"):
+        Rankfold(allow_module_removal=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_module_removal": True, "allocation": "uniform"}])
 def test_where_something_of_every_module_stays(options):
     view = opened("llama").block(0)
     assert {u.ranks[0] for u in Rankfold(rank_multiple=2, allow_module_removal=True).prunable_modules(view)} == {0}

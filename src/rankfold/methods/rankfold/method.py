@@ -63,20 +63,17 @@ class Rankfold(MoDeGPT):
 
     def __post_init__(self):
         super().__post_init__()
-        others = {
-            "a budget in time": self.budget.is_timed,
-            "sparsities of single modules": bool(self.own_sparsities),
+        others = {"a budget in time": self.budget.is_timed, "sparsities of single modules": bool(self.own_sparsities)}
+        of_experts = others | {
             "modules without experts": self.modules is not None and "experts" not in self.modules,
             "exclude_blocks": bool(self.exclude_blocks),
             "head_dim": bool(self.head_dim),
             f"target {self.target}": self.target != "transformers",
         }
-        if self.allow_expert_removal and isinstance(self.allocation, Measured) and any(others.values()):
-            given = next(name for name, is_given in others.items() if is_given)
-            raise OptionError(
-                "allow_expert_removal has the allocation choose one number of experts for all blocks, with all other "
-                f"ranks, got {given} too; drop one"
-            )
+        for name, excluded in {"allow_module_removal": others, "allow_expert_removal": of_experts}.items():
+            given = next((other for other, is_given in excluded.items() if is_given), None)
+            if getattr(self, name) and given and isinstance(self.allocation, Measured):
+                raise OptionError(f"{name} does not go with {given}; drop one")
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         if self.allow_expert_removal and architecture.experts is None:
@@ -87,9 +84,8 @@ class Rankfold(MoDeGPT):
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         found = super().prunable_modules(view)
-        measured = isinstance(self.allocation, Measured) and not self.budget.is_timed and not self.own_sparsities
         # Nothing but a projector tells the language model of the image.
-        if not self.allow_module_removal or not measured or view.architecture.projects:
+        if not self.allow_module_removal or not isinstance(self.allocation, Measured) or view.architecture.projects:
             return found
         there = {unit.module for unit in found}
         whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
