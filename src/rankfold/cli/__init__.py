@@ -1,6 +1,5 @@
 """The command line: every command parses, calls one library function, prints."""
 
-import contextlib
 import io
 import os
 import signal
@@ -102,8 +101,11 @@ def _refuse(message: str) -> int:
     if _is_other_process():
         return 2
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message.strip())
-    with contextlib.suppress(OSError):  # of a full disk that stderr goes to, nobody can be told
+    try:
         print(f"rankfold: {line}", file=sys.stderr)
+    except OSError as error:  # of a full disk that stderr goes to, nobody can be told
+        if isinstance(error, BrokenPipeError):
+            raise
     return 2
 
 
