@@ -17,22 +17,8 @@ if TYPE_CHECKING:
 # The files beside this one that have families.
 FAMILIES = (
     *("bert", "bloom", "clip", "cohere", "deepseek", "exaone", "falcon", "gemma", "glm", "gpt2", "gpt_neo", "gpt_neox"),
-    *(
-        "gpt_oss",
-        "gptj",
-        "lfm2",
-        "llama",
-        "llama4",
-        "mamba",
-        "modernbert",
-        "mpt",
-        "olmo",
-        "opt",
-        "phi",
-        "qwen",
-        "qwen_vision",
-    ),
-    *("ungated", "vit"),
+    *("gpt_oss", "gptj", "lfm2", "llama", "llama4", "mamba", "modernbert", "mpt", "olmo", "opt", "phi", "qwen"),
+    *("qwen_vision", "ungated", "vit"),
 )
 _MODULES = (importlib.import_module(f"{__package__}.{name}") for name in FAMILIES)
 _BY_TYPE: dict[str, Architecture] = {spec.model_type: spec for module in _MODULES for spec in module.ARCHITECTURES}
