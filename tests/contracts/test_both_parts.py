@@ -14,7 +14,7 @@ import rankfold
 from kills import read_state
 from rankfold import MoDeGPT, Rankfold
 from rankfold.checkpoint.run import RunFolder
-from rankfold.errors import CheckpointError, DataError, OptionError
+from rankfold.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
 from rankfold.report.record import records_of
 from tiny_encoders import samples_of, tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
@@ -54,6 +54,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def both(place):
     return rankfold.compress_components(given(place), place / "at-once").output
+
+
+def test_it_has_no_stock_form(both, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="has more than one compressed part, and a stock model is made of"):
+        rankfold.export(both, tmp_path / "stock")
+    assert not any(tmp_path.iterdir())
 
 
 def test_it_is_what_two_runs_make(place, both):

@@ -127,23 +127,24 @@ def _read_folder(
 
 def is_known(config) -> bool:
     """Tell whether the structure is one that :func:`empty_model` builds, and no quantiser's or a later version's."""
-    found = _facts(config)
+    found = facts_of(config)
     return described(config) is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
 
 
 def match_names(weights: Weights, model: PreTrainedModel, config) -> bool:
     """Match names as :meth:`~rankfold.models.weights.Weights.match` does; those of earlier formats are known."""
-    return weights.match(model, functools.partial(current_name, written=_facts(config).get("format")))
-
-
-def _facts(config) -> dict[str, Any]:
-    found = described(config) or {}
-    return found if isinstance(found, dict) else found.to_dict()
+    return weights.match(model, functools.partial(current_name, written=facts_of(config).get("format")))
 
 
 def described(config) -> RankfoldConfig | dict | None:
     """Return the description of what was compressed; ``None`` for a stock model."""
     return getattr(config, "quantization_config", None)
+
+
+def facts_of(config) -> dict[str, Any]:
+    """Return the same as it is written; empty for a stock model."""
+    found = described(config) or {}
+    return found if isinstance(found, dict) else found.to_dict()
 
 
 def attention_of(config) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from .._utils.empty import empty_weights
 from .._utils.present import present
 from ..architectures import Architecture, AttentionView, BlockView, check_stock, copied_config
-from ..checkpoint.load import empty_model
+from ..checkpoint.load import empty_model, facts_of
+from ..errors import UnsupportedModelError
 from ..models.dense_model import DenseModel
 from ..modules import install
 from .reading import check_experts, read_heads, read_rising
@@ -62,8 +63,14 @@ def stock_form(source: DenseModel) -> Form:
     the widest one.
 
     Raises:
-        UnsupportedModelError: a block is made of something else than matrices, or the family is not a known one.
+        UnsupportedModelError: a block is made of something else than matrices, the family is not a known one, or
+            another part of the model was compressed before.
     """
+    if "before" in facts_of(source.model.config):
+        raise UnsupportedModelError(
+            f"{source.name} has more than one compressed part, and a stock model is made of one; serve the folder as "
+            "it is (docs/serve.md)"
+        )
     check_stock(source.config, "serve the folder as it is (docs/serve.md)")
     dense = Form(plain(source.model.config), source.architecture, {})
     empty = dense.empty()
