@@ -17,6 +17,7 @@ from test_experts import (
     opened,
     text,
 )
+from test_reap import check_killed_run
 from torch import nn
 
 import rankfold
@@ -84,23 +85,7 @@ def test_memory_and_folder_are_the_same_model(compressed):
 
 
 def test_a_killed_run_ends_in_the_same_bytes(tmp_path, monkeypatch):
-    from rankfold.checkpoint.blocks import BlockFiles
-
-    model, how = with_an_idle_expert("mixtral"), {**MAY_GO, "calibration": text(16)}
-    whole = rankfold.compress(opened(model), 0.3, output=tmp_path / "whole", **how).output
-    save = BlockFiles.save_block
-
-    def killed(self, index, *args):
-        if index == 2:
-            raise KeyboardInterrupt
-        save(self, index, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(BlockFiles, "save_block", killed)
-        rankfold.compress(opened(model), 0.3, output=tmp_path / "again", **how)
-    again = rankfold.compress(opened(model), 0.3, output=tmp_path / "again", **how).output
-    for file in (*whole.glob("*.safetensors"), whole / "config.json"):
-        assert file.read_bytes() == (again / file.name).read_bytes()
+    check_killed_run(with_an_idle_expert("mixtral"), 0.3, tmp_path, monkeypatch, **MAY_GO, calibration=text(16))
 
 
 def test_a_size_in_bytes_is_met_exactly(tmp_path):

@@ -42,24 +42,27 @@ class RankOptions(NamedTuple):
 
     def with_experts(self, level: Level) -> "RankOptions":
         """Return what there is to choose from where so many experts stay, by their full number."""
-        units, priced = _with_experts(self.units, self.experts, level), self.priced
-        priced = units if priced is self.units else _with_experts(priced, self.priced_experts, level)
+        units, priced = (
+            _with_experts(some, experts, level)
+            for some, experts in ((self.units, self.experts), (self.priced, self.priced_experts))
+        )
         return self._replace(units=units, priced=priced, experts=[], priced_experts=[])
 
 
 def _with_experts(units: list[PrunableModule], experts: list[PrunableModule], level: Level) -> list[PrunableModule]:
     """Size the widths of experts for those that stay; what goes with the others is a module that is not chosen."""
     full = {unit.block: unit.ranks[-1] for unit in experts}
-
-    def narrower(unit: PrunableModule) -> PrunableModule:
-        of = full[unit.block]
-        return replace(unit, sizes=tuple(size // of * level[of] for size in unit.sizes))
-
-    gone = []
+    found = []
+    for unit in units:
+        if unit.module == "experts":
+            of = full[unit.block]
+            unit = replace(unit, sizes=tuple(size // of * level[of] for size in unit.sizes))
+        found.append(unit)
     for unit in experts:
-        rank, of = level[unit.ranks[-1]], unit.ranks[-1]
-        gone.append(replace(unit, ranks=(rank, of), sizes=(0, unit.dense - unit.size(rank)), fixed=True))
-    return [narrower(unit) if unit.module == "experts" else unit for unit in units] + gone
+        of = unit.ranks[-1]
+        gone = unit.dense - unit.size(level[of])
+        found.append(replace(unit, ranks=(level[of], of), sizes=(0, gone), fixed=True))
+    return found
 
 
 def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -> RankOptions:

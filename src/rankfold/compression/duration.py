@@ -31,6 +31,7 @@ from ..report.plan import Plan
 from .held_out import nats_per_token
 from .importance import moment_provider, of_dense
 from .kl_divergence import compared_tokens, fit_tokens, least_rank, tried_ranks
+from .plan import including_experts
 from .rates import seconds_for
 
 HEAD_TOKENS = 512  # that norm and head are timed on
@@ -176,14 +177,13 @@ def _allocation(
         tokens: of the calibration set.  compared: that predictions are compared on.
     """
     blocks, work, trials = len(source), Work(), 0
-    units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]
-    losing = averages(units, method, the_plan.counted_weights)
-    experts = [unit for index in range(blocks) if (unit := method.expert_counts(source.meta_block(index)))]
-    losing |= dict.fromkeys((unit.key for unit in experts), max(losing.values(), default=0.0)) if losing else {}
-    units += experts
-    units = [unit for unit in units if unit.key in losing]
+    views = source.meta_blocks()
+    units = [unit for view in views for unit in method.prunable_modules(view)]
+    experts = [unit for view in views if (unit := method.expert_counts(view))]
+    losing = including_experts(averages(units, method, the_plan.counted_weights), experts)
+    units = [unit for unit in units + experts if unit.key in losing]
     for unit in units:
-        view, average = source.meta_block(unit.block), losing[unit.key]
+        view, average = views[unit.block], losing[unit.key]
         alone, tried = method.alone(view), tried_ranks(method, unit, average)
         trials += len(tried)
         work += alone.work_of_curve(view, unit, least_rank(unit, average))

@@ -144,9 +144,16 @@ def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ..
 
 def shares(options: RankOptions, method: Method) -> tuple[list[PrunableModule], dict]:
     """Return the units of all blocks, and the mean sparsity of the budget each belongs to."""
-    found, experts = averages(options.priced, method, options.counted), options.priced_experts
-    average = max(found.values(), default=0.0)  # where an allocation chooses experts, that of all modules
-    return options.priced + experts, found | {unit.key: average for unit in experts if average}
+    found = averages(options.priced, method, options.counted)
+    return options.priced + options.priced_experts, including_experts(found, options.priced_experts)
+
+
+def including_experts(
+    found: dict[tuple[int, str], float], experts: list[PrunableModule]
+) -> dict[tuple[int, str], float]:
+    """Return mean sparsities with those of how many experts stay: where that is chosen, there is one of all modules."""
+    average = max(found.values(), default=0.0)
+    return found | {unit.key: average for unit in experts if average}
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
