@@ -25,7 +25,7 @@ def parse_size(size: int | str) -> int:
 
 def size_text(size: float) -> str:
     """Return bytes in a unit that suits them, powers of 1,000."""
-    unit = next((unit for unit in ("GB", "MB", "kB") if size >= _ONE[unit]), "bytes")
+    unit = next((unit for unit in ("GB", "MB", "kB") if size >= 0.999995 * _ONE[unit]), "bytes")  # or 1,000.00 kB
     return f"{size / _ONE[unit]:,.2f} {unit}" if unit in _ONE else f"{size:,.0f} bytes"
 
 

@@ -62,7 +62,8 @@ def show_numbers(record: Record, out: "Console") -> None:
 
 def show_next(folder: Path, record: Record, out: "Console", *, engine: str | None, has_stock: bool) -> None:
     """Print the commands that a result is for; ``engine`` is that of :func:`engine_of`."""
-    place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
+    path = f"./{folder}" if str(folder).startswith("-") else str(folder)  # not an option
+    place, name = shlex.quote(path), shlex.quote(folder.name)
     commands = {}
     if "perplexity" in (record.get("held_out") or {}):
         commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on other text"
@@ -71,12 +72,12 @@ def show_next(folder: Path, record: Record, out: "Console", *, engine: str | Non
         else:
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
     if engine == "llama.cpp":
-        file = shlex.quote(f"{folder}.gguf")
+        file = shlex.quote(f"{path}.gguf")
         commands[f"rankfold export {place} -o {file} --format gguf-deci"] = "a file for llama.cpp"
     elif engine == "vllm":
         commands[f"vllm serve {place}"] = "serve it"
     elif has_stock:
-        commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "an ordinary model"
+        commands[f"rankfold export {place} -o {shlex.quote(f'{path}-stock')}"] = "an ordinary model"
     commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"
     width = max(map(len, commands))
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
