@@ -116,10 +116,10 @@ def test_moments_without_what_all_blocks_choose_by_are_refused(tmp_path):
 
 
 def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
-    with pytest.raises(OptionError, match="compress more modules, or leave out target='llama.cpp'"):
-        rankfold.compress(
-            source(), method=make_method("modegpt", target="llama.cpp", sparsity=0.7), calibration=tokens(32)
-        )
+    for modules, more in ((None, ","), (("mlp",), ", compress more modules,")):
+        method = make_method("modegpt", target="llama.cpp", sparsity=0.7, modules=modules)
+        with pytest.raises(OptionError, match=f"; lower the sparsity{more} or leave out target='llama.cpp'$"):
+            rankfold.compress(source(), method=method, calibration=tokens(32))
 
 
 def test_multiple_and_target_hold_together():

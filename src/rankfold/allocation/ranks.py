@@ -1,7 +1,7 @@
 """From a sparsity to integer ranks under an exact budget: of weights, or of what else the sizes of units count."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 from ..errors import OptionError, method_option
@@ -18,6 +18,9 @@ class AllocationRequest(Protocol):
 
     @property
     def sparsity(self) -> float: ...
+
+    @property
+    def modules(self) -> Collection[str] | None: ...
 
     @property
     def own_sparsities(self) -> Mapping[str, float] | None: ...
@@ -155,11 +158,13 @@ def _check(share: Share, method: AllocationRequest) -> None:
 
 
 def _how_to_reach(method: AllocationRequest) -> str:
-    """Name what lets modules lose more; only what the method has."""
+    """Name what lets modules lose more; only what the method has, and more modules only where some were named."""
+    ways = ["lower the sparsity"]
+    if method.modules is not None and not method.own_sparsities:
+        ways.append("compress more modules")
     if method.target != "transformers":
-        finer = f"leave out {method_option('target', method.target)}"
+        ways.append(f"leave out {method_option('target', method.target)}")
     elif getattr(method, "rank_multiple", 1) > 1:
-        finer = f"lower {method_option('rank_multiple')}"
-    else:
-        return "lower the sparsity, or compress more modules"
-    return f"lower the sparsity, compress more modules, or {finer}"
+        ways.append(f"lower {method_option('rank_multiple')}")
+    *others, last = ways
+    return f"{', '.join(others)}, or {last}" if others else last
