@@ -72,7 +72,7 @@ def apply_junction(B: Tensor, A: Tensor, kind: str, *, limit: float | None = Non
         ValueError: unknown kind, shapes disagree, non-finite factors.
         torch.linalg.LinAlgError: the block is worse conditioned than ``limit``.
 
-    Cost: O(R^2 N) for the right, O(R^2 O) for the left identity, O(R^2 (O + N)) for lu.
+    Cost: O(R^2 (O + N)): of an identity block one side is inverted and the other multiplied.
     """
     if kind not in JUNCTIONS:
         raise ValueError(f"unknown junction {kind!r}; available: {', '.join(JUNCTIONS)}")

@@ -55,7 +55,8 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
     Raises:
         ValueError: shapes disagree, rank out of range, non-finite weight.
 
-    Cost: products of O(O N (N + R)) and an ``eigh`` of size ``min(O, N)``.
+    Cost: products of O(O N (N + R)) and an ``eigh`` of size ``min(O, N)``; where ``P`` is singular, an ``eigh`` of size
+    O and products of O(O N (O + N)).
     """
     if W.ndim != 2 or W.shape[1] != precond.width:
         raise ValueError(f"W must be (out, {precond.width}) to match the pre-conditioner, got {tuple(W.shape)}")
