@@ -68,7 +68,8 @@ class SLEB(BlockRemoval):
     """Remove one block after another, each time the one without which the calibration text is predicted best.
 
     SLEB (arXiv:2402.09025), with its third metric: the loss is measured on the model as the removals before have left
-    it. It takes about half a forward over all calibration samples for every block, for every block removed.
+    it. It takes about half a forward over all calibration samples for every block, for every block removed. The
+    authors' code never removes the first and the last block: ``exclude_blocks=(0, -1)``.
     """
 
     name: ClassVar[str] = "sleb"

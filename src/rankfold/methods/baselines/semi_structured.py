@@ -29,6 +29,9 @@ INPUTS = {"qkv": "attention_input", "o": "attention_output", "up": "mlp_input", 
 class TwoOfFour(Method):
     """Set two of every four consecutive weights of an output to zero (2:4, for sparse tensor cores).
 
+    Wanda and SparseGPT measure a block on the masked blocks before it, which is mode sequential; comparisons take
+    one-pass where no mode is given.
+
     Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is
     0.5 and counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
     """

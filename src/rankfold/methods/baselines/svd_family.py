@@ -60,7 +60,8 @@ class Bolaco(SVDLLM):
     mean of the covariances within single windows. So ``W`` becomes ``U (U^T W)``, and a bias takes ``(I - U U^T) m``; a
     layer without one gets one, a parameter for each output. With ``S`` the same covariance of the inputs, that of the
     outputs is ``W S W^T``, and this is the SVD in the metric ``S``. Values stay dense, as in the paper, unless
-    ``modules`` names them. Left out: Bayesian optimisation of the ranks, which come from ``allocation``, and tuning.
+    ``modules`` names them. The authors' code pools groups of 32 windows. Left out: Bayesian optimisation of the ranks,
+    which come from ``allocation``, and tuning.
     """
 
     name: ClassVar[str] = "bolaco"

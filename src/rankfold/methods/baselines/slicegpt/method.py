@@ -26,6 +26,8 @@ class SliceGPT(NarrowingMethod):
 
     ``exclude_blocks`` and influence have no meaning here. The paper slices by a fraction of the width, which removes
     less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
+    Every token counts alike, and the output of the last block is sliced as all others are. The authors' code leaves
+    that whole, which loses less at one width and mostly stores more, and takes second moments of vectors of any size.
     """
 
     name: ClassVar[str] = "slicegpt"

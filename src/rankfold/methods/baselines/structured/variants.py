@@ -40,7 +40,7 @@ class FLAP(Slicing):
     FLAP (arXiv:2312.11983): weighted input feature variance and bias compensation. Where an output projection has no
     bias it gets one, as in the paper; that is D parameters for each module sliced. Left out: the paper's search for a
     structure over the whole model by standardised scores. Ranks come from ``allocation`` instead, by default the same
-    share of every module.
+    share of every module. A group of heads has the sum of its channels; the authors' code squares each channel first.
     """
 
     name: ClassVar[str] = "flap"
