@@ -63,6 +63,13 @@ def test_moments_are_shared_unless_the_method_or_its_options_need_text():
     assert modes == {"modegpt": "one-pass", "rankfold": "sequential", "modegpt:allocation=measured": "sequential"}
 
 
+def test_a_method_is_compared_in_the_mode_of_its_paper():
+    """Wanda and SparseGPT measure a block on the masked ones before it; on the dense model they lose more."""
+    modes = {name: parse_forms(name)[0].at(0.5).mode for name in ("sparsegpt", "wanda", "pruner-zero", "flap", "svd")}
+    assert {name for name, mode in modes.items() if mode == "sequential"} == {"sparsegpt", "wanda"}
+    assert parse_forms("wanda:mode=one-pass")[0].at(0.5).mode == "one-pass"
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

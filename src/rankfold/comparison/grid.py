@@ -17,7 +17,8 @@ class Form:
     Args:
         name: of a registered method.
         options: of :func:`rankfold.make_method`, ``sparsity`` not among them.
-        mode: ``sequential`` or ``one-pass``; ``None``: one-pass, which shares its moments, where the method can.
+        mode: ``sequential`` or ``one-pass``; ``None``: one-pass, which shares its moments, where the method can and its
+            authors do not measure a block on the changed ones before it.
 
     Raises:
         OptionError: unknown method, unknown mode, or one that the method does not have.
@@ -55,7 +56,7 @@ class Form:
                 "or name them without a sparsity"
             )
         # A measured allocation compares predictions on text and has no use for moments of the dense model.
-        best = "sequential" if method.allocation.needs_text or "one-pass" not in method.modes else "one-pass"
+        best = "sequential" if method.allocation.needs_text else method.compared_mode
         return Cell(self.label, method, self.mode or (best if best in method.modes else method.modes[0]))
 
 

@@ -46,6 +46,7 @@ class MethodConfig:
     name: ClassVar[str]
     all_modules: ClassVar[tuple[str, ...]]
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
+    compared_mode: ClassVar[str] = "one-pass"  # of a comparison that names none, where the method has it
     # What it takes, subclasses of these included.
     allocations: ClassVar[tuple[type[Allocation], ...]] = (RanksBySparsity,)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes, FLOPs)

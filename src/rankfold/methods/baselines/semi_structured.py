@@ -29,9 +29,6 @@ INPUTS = {"qkv": "attention_input", "o": "attention_output", "up": "mlp_input", 
 class TwoOfFour(Method):
     """Set two of every four consecutive weights of an output to zero (2:4, for sparse tensor cores).
 
-    Wanda and SparseGPT measure a block on the masked blocks before it, which is mode sequential; comparisons take
-    one-pass where no mode is given.
-
     Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is
     0.5 and counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
     """
@@ -171,6 +168,7 @@ class Wanda(TwoOfFour):
     """
 
     name: ClassVar[str] = "wanda"
+    compared_mode: ClassVar[str] = "sequential"  # as in its paper
 
     def kept(self, W: Tensor, C: Tensor, gradients: list[Tensor]) -> Tensor:
         return torch.where(largest_of_four(activation_scores(W, C)), W, 0.0)
@@ -185,6 +183,7 @@ class SparseGPT(TwoOfFour):
     """
 
     name: ClassVar[str] = "sparsegpt"
+    compared_mode: ClassVar[str] = "sequential"  # as in its paper
     workspace: ClassVar[tuple[float, float]] = (3.0, 6.0)  # a copy, its inverse and the factor of that
 
     ridge: float = 0.01
