@@ -57,6 +57,15 @@ def test_a_term_without_any_task_is_left_out_and_a_mean_takes_what_there_is():
     assert means == {"MCQ mean": pytest.approx((0.743 + 0.628 + 0.388 + 0.669 + 0.696 + 0.392) / 6)}
 
 
+def test_a_task_of_which_the_dense_model_has_none_right_counts_in_the_mean():
+    """It stands in the table, whose mean was of the others."""
+    dense, small = row(10.0, 10.0, (0.0, *[0.7] * 6), 0.0, 0.5), row(10.0, 10.0, (0.35, *[0.35] * 6), 0.2, 0.5)
+    found = ARENA.retention(small, dense)
+    assert found["means"]["MCQ mean"] == pytest.approx(0.35)
+    assert found["terms"] == pytest.approx({"wikitext2": 1, "c4": 1, "MCQ mean": 0.35 / 0.6, "MMLU math": 1})
+    assert ARENA.retention(dense, dense)["means"]["MCQ mean"] == pytest.approx(0.6)
+
+
 def described(**changes) -> tuple[dict, dict]:
     calibration = {"source": "wikitext2", "num_samples": 256, "max_length": 2048}
     texts = [{"text": name, "length": 2048, "limit": None} for name in ("wikitext2", "c4")]

@@ -123,10 +123,9 @@ class Protocol:
 
         Returns:
             ``terms``: perplexity of the dense model over that of the row for each text, accuracy of the row over that
-            of the dense model for each mean of tasks, left out where none of its tasks was run; ``retention``: the mean
-            of these;
-            ``means``: accuracies of several tasks; ``kept``: share of the parameters; ``tasks``:
-            accuracy and standard error of each by the protocol's metric.
+            of the dense model for each mean of tasks, left out where none of its tasks was run or the dense model has
+            none right; ``retention``: the mean of these; ``means``: accuracies of several tasks; ``kept``: share of the
+            parameters; ``tasks``: accuracy and standard error of each by the protocol's metric.
         """
         texts = zip(row["measures"]["texts"], dense["measures"]["texts"], strict=True)
         terms = {text["text"]: before["perplexity"] / text["perplexity"] for text, before in texts}
@@ -136,10 +135,10 @@ class Protocol:
                 [self._accuracy(r["measures"].get("tasks", {}).get(task, {}))["acc"] for r in (row, dense)]
                 for task in tasks
             ]
-            known = [(own, before) for own, before in pairs if own is not None and before]
+            known = [(own, before) for own, before in pairs if own is not None and before is not None]
             if known:
                 mean, before = (sum(side) / len(known) for side in zip(*known, strict=True))
-                terms[name] = mean / before
+                terms |= {name: mean / before} if before else {}
                 means |= {name: mean} if len(tasks) > 1 else {}
         kept = row["counts"]["parameters"] / dense["counts"]["parameters"]
         retention = sum(terms.values()) / len(terms)
