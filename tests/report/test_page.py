@@ -100,6 +100,29 @@ def test_probe_texts_have_a_table_of_their_own():
     assert "M parameters" in cells[:begin] and "prose" not in cells[:begin]
 
 
+def test_every_column_is_explained():
+    """Also what all rows have alike; columns of one kind have one entry, and names need no explanation."""
+    made, described = rows(), config()
+    described["identity"]["protocol"] = {"name": "lowrankarena", "departures": [], "left_out": {}}
+    for row in made:
+        if row["status"] == "done":
+            tasks = {task: facts | {"samples": 7} for task, facts in row["measures"]["tasks"].items()}
+            row["measures"]["tasks"] = tasks
+            row["protocol"] = {"tasks": tasks, "means": {"MCQ mean": 0.5}, "kept": 0.8, "retention": 0.7}
+    cells = cells_of_table(made)
+    text = page(described, made, [], "out").partition("What the numbers are")[2].partition("Where it ran")[0]
+    entries = {name for entry in re.findall("<dt>(.*?)</dt>", text) for name in (entry, *entry.split(", "))}
+    kinds = {f"{task}, %": "accuracy" for task in TASKS} | {"MCQ mean, %": "MCQ mean"}
+    kinds |= {f"{kind}, × dense": kind for kind in ("prefill", "decode")}
+    for name in {*cells.header, *cells.alike} - {"method", "note"}:
+        kind = "perplexity" if name.startswith("perplexity ") else kinds.get(name, name)
+        assert kind in entries, (name, entries)
+    assert "acc_norm, acc where a task has none" in text and "piqa: 7 questions" in text
+    assert "MathQA" not in entries  # not run
+    alone = page(config(), rows(), [], "out")
+    assert "<dt>kept</dt>" not in alone and "lm-eval&#39;s acc, or exact_match" in alone
+
+
 def test_what_all_rows_have_alike_stands_once(html):
     cells = cells_of_table(rows())
     assert cells.alike == {"KV bytes/token": "46,080", "measured": "one-pass"}

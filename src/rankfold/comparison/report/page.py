@@ -10,21 +10,26 @@ import jinja2
 import markupsafe
 
 from ..._utils.files import write_text
-from ..protocol import protocol_lines
+from ..._utils.sizes import plural
+from ..protocol import protocol_lines, read_protocol
 from .layers import layer_pictures
 from .plots import INKS, PAGE_WIDTH, Drawn, Picture, drawn, result_pictures, write_pictures
-from .table import NAMES, RATIO, RETENTION, cells_of_table, markdown, numbered, summary
+from .table import NAMES, RATIO, RETENTION, cells_of_table, markdown, numbered, summary, tasks_of
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
-MEANING = {
+MEANING = {  # columns, or what is the same in all rows
+    "sparsity": "fraction of the counted weights that was asked for",
     "removed": "fraction of the counted weights that is removed: linear weights of the blocks, or all with scope=model",
     "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
+    "KV bytes/token": "what a cache of keys and values, or of latents, takes per token, in the dtype that is written",
     "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what "
     "the compressed blocks before it send, anew for this row",
     "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
+    "kept": "share of the dense model's parameters",
     RETENTION: "mean of what is kept of the dense model: its perplexity over the row's on every text, the row's "
     "accuracy over its own in every mean of tasks that the protocol names",
 }
+ACCURACY = "share of questions answered right, ± its standard error: lm-eval's acc, or exact_match of written answers"
 
 WRITTEN = {  # a definition -> the column that it is of
     "exact": "(exact)",
@@ -94,16 +99,10 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
         notes=numbered(cells.notes),
         done=done,
         failed=[row for row in rows if row["status"] == "failed"],
-        tasks=done[0]["measures"].get("tasks", {}),
         groups=groups,
         wide=drawn(found[0].picture, PAGE_WIDTH) if "results" in groups else None,
         environments=environments,
-        definitions={
-            key: text
-            for key, text in MEANING.items()
-            if key not in cells.alike and (key != RETENTION or RETENTION in cells.header)
-        }
-        | _definitions(done[0]["measures"]),
+        definitions=_definitions(config, rows[0], {*cells.header, *cells.alike}),
         inks=INKS,
     )
 
@@ -118,8 +117,24 @@ def breakable(text: str) -> markupsafe.Markup:
     return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[:,])", text))
 
 
-def _definitions(measures: dict) -> dict[str, str]:
-    found = {"perplexity": measures["texts"][0]["definition"]}
+def _definitions(config: dict, dense: dict, names: set[str]) -> dict[str, str]:
+    """Return what every number of the page is.
+
+    Args:
+        config: ``compare.json``.
+        dense: the row of the dense model.
+        names: of columns, and of what all rows have alike.
+    """
+    measures, tasks, described = dense["measures"], tasks_of(dense), config["identity"].get("protocol")
+    protocol = read_protocol(described["name"]) if described else None
+    found = {key: text for key, text in MEANING.items() if names & {key, *key.split(", ")}}
+    found["perplexity"] = measures["texts"][0]["definition"]
+    if tasks:
+        what = ACCURACY.replace("acc,", f"{protocol.metric}, acc where a task has none,") if protocol else ACCURACY
+        counts = {task: measures["tasks"][task].get("samples") for task in tasks}
+        found["accuracy"] = what + "".join(f"; {task}: {plural(n, 'question')}" for task, n in counts.items() if n)
+    for name, of in protocol.means.items() if protocol else ():
+        found |= {name: f"mean accuracy of those of {', '.join(of)} that were run"} if f"{name}, %" in names else {}
     for name, column in WRITTEN.items() if "generation" in measures else ():
         found[column] = measures["generation"]["definitions"][name]
     return found | ({"prefill, decode": measures["speed"]["definition"]} if "speed" in measures else {})
