@@ -305,6 +305,10 @@ def test_methods_that_remove_blocks_have_rows_too(source, tokens, measures, tmp_
     assert [row["status"] for row in rows] == ["done"] * 3
     assert [row["moments"] for row in rows[1:]] == ["shared", "own"]
     assert all(row["counts"]["sparsity"] == pytest.approx(0.5) for row in rows[1:])  # one of two blocks
+    told = "50.0% is removed, more than the 30.0% asked for: whole blocks are removed"
+    for page in ("table.md", "report.html"):
+        text = (tmp_path / "out" / page).read_text(encoding="utf-8")
+        assert told in text and text.count("removes more [") == 2
 
 
 def test_of_masked_models_the_table_says_that_nothing_gets_smaller(source, tokens, measures, tmp_path):

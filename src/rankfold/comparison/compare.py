@@ -29,6 +29,7 @@ from ..evaluation.complexity import cache_bytes
 from ..models.dense_model import DenseModel
 from ..models.weights import buffer_bytes
 from ..report.identity import comparison_identity, dtype_name
+from ..report.outcomes import excess_of
 from ..report.record import environment, read_record, versions
 from .folder import DENSE, Folder
 from .grid import Cell
@@ -218,6 +219,7 @@ class CellRunner:
         row |= {
             "moments": "shared" if self._shares(cell) else "own",
             "counts": record["counts"],
+            "excess": excess_of(record),
             "modules": _modules(record),
             "held_out": record.get("held_out"),
             "probe_texts": record.get("probe_texts"),
@@ -246,6 +248,7 @@ def _row(label: str, sparsity: float, method: dict | None, mode: str | None) -> 
         "mode": mode,
         "moments": None,
         "counts": None,
+        "excess": None,
         "modules": [],
         "held_out": None,
         "probe_texts": None,

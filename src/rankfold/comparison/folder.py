@@ -39,6 +39,7 @@ ROW = {
     "sparsity": NUMBER,
     "mode": Maybe(str),
     "counts": Maybe({"sparsity": NUMBER, "parameters": int, "bytes": int, "kv_bytes_per_token": int}),
+    "excess": Maybe(str),
     "modules": [{"block": int, "module": str, "rank": int, "of": int, "weights": int, "dense_weights": int}],
     "measures": Maybe({"texts": [{"text": str, "perplexity": NUMBER}]}),
     "probe_texts": PROBE_TEXTS,

@@ -84,7 +84,11 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     found |= {f"{kind}{RATIO}": ratio_text(facts) for kind, facts in kinds_in(row.get("probe_texts")).items()}
     seconds = row["compress_seconds"]
     # A text that the dense model guesses is named in its row: the others have the same text, and their ratio to it.
-    marks = [*marked_warnings(row if row is dense else row | {"measures": {}}), *([ZEROS] if "zeros" in counts else [])]
+    marks = [("removes more", row["excess"])] if row.get("excess") else []
+    marks += [
+        *marked_warnings(row if row is dense else row | {"measures": {}}),
+        *([ZEROS] if "zeros" in counts else []),
+    ]
     marks += [("calibrated on it", COMMON.format(text)) for text in row.get("common_texts", [])]
     return found | {
         "removed": "" if row is dense else f"{counts['sparsity']:.2%}",
