@@ -116,7 +116,10 @@ def plan(
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
     options = rank_options(source, method)
     check(options, method)
-    measured = method.allocation.measure(DenseMeasures(source, method, options, moments, tokens, None, gradients))
+    known, statistic = moments, method.allocation.statistic
+    if tokens and statistic and known is None:
+        known = calibrate(source, tokens, statistics={statistic})
+    measured = method.allocation.measure(DenseMeasures(source, method, options, known, tokens, None, gradients))
     allocated = allocate_ranks(options, method, measured)
     reports = {}
     if moments is not None:

@@ -152,6 +152,18 @@ def test_interrupted_runs_end_in_the_same_bytes(allocation, tmp_path, monkeypatc
     )
 
 
+def test_a_plan_measures_on_text_what_its_allocation_goes_by():
+    """It asked for text, which was given."""
+    source, method = opened("llama"), method_for("llama", "owl")
+    moments = rankfold.calibrate(source, tokens())
+    planned, known = (
+        rankfold.plan(source, method=method, **given) for given in ({"calibration": tokens()}, {"moments": moments})
+    )
+    assert [m.rank for m in planned.modules] == [m.rank for m in known.modules]
+    done = rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").plan
+    assert [m.rank for m in planned.modules] == [m.rank for m in done.modules]
+
+
 def test_moments_without_the_squares_are_refused():
     source = opened("llama")
     moments = rankfold.calibrate(source, tokens(), statistics={"influence", "mlp_hidden", "value", "query_key"})
