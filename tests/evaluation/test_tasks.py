@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import lm_eval
@@ -357,6 +359,20 @@ def test_an_unreachable_hub_is_one_line(tiny, monkeypatch):
         CheckpointError, match=r"questions of piqa cannot be read \(no route to the hub\); .*include_path"
     ):
         evaluate_tasks(*tiny, ["piqa"])
+
+
+def test_a_task_that_is_not_read_from_files_is_not_sent_there(tiny, monkeypatch):
+    """gsm8k without the hub: the advice led to the line that its rows are not read from files."""
+    questions = Questions(["piqa", "gsm8k"])
+    monkeypatch.setattr("rankfold.evaluation.tasks._manager", lambda names: SimpleNamespace(load=_unreachable))
+    with pytest.raises(
+        CheckpointError, match=r"piqa, gsm8k cannot be read .*only arc_challenge, .* can be asked, from"
+    ):
+        questions._load(Path())
+
+
+def _unreachable(names):
+    raise ConnectionError("no route to the hub")
 
 
 def test_an_unknown_task_is_compared_with_all_of_lm_evals(tiny, monkeypatch):

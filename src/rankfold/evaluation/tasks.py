@@ -187,7 +187,13 @@ class Questions:
     def _load(self, scratch: Path) -> Any:
         """lm-eval's task objects, rows included."""
         manager, files = _manager(tuple(self.examples)), self._files()
-        advice = f"without the hub, put their rows into a folder and name it by {option('include_path')}"
+        others = [name for name in self.examples if name not in LOCAL]
+        advice = (
+            f"without the hub, only {', '.join(sorted(LOCAL))} can be asked, from rows in a folder "
+            f"({option('include_path')})"
+            if others
+            else f"without the hub, put their rows into a folder and name it by {option('include_path')}"
+        )
         with reporting(CheckpointError, f"the questions of {', '.join(self.examples)} cannot be read", advice):
             chosen: list[Any] = []
             for name in self.examples:
