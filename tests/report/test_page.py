@@ -100,6 +100,17 @@ def test_probe_texts_have_a_table_of_their_own():
     assert "M parameters" in cells[:begin] and "prose" not in cells[:begin]
 
 
+def test_a_perplexity_near_the_largest_float_is_a_row_like_any_other():
+    """Of a model whose activations exploded: it took the whole report with it."""
+    made = rows()
+    made[2]["measures"]["texts"][0]["perplexity"] = 1.7e308
+    for picture in pictures(made):
+        if picture.name.startswith(("perplexity-1", "speed")):
+            assert drawn(picture).png
+    text = markdown(made)
+    assert "1.70e+308 (× 6.80e+306)" in text and "0" * 20 not in text
+
+
 def test_every_column_is_explained():
     """Also what all rows have alike; columns of one kind have one entry, and names need no explanation."""
     made, described = rows(), config()

@@ -18,6 +18,7 @@ from .table import by_quality, tasks_of
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 PAGE_WIDTH = 9.2  # inches of the main picture on a desk
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
+LARGEST = 1e100  # perplexity that is drawn: Matplotlib's transforms overflow on the way to the largest floats
 WIDE = 4  # largest value over the smallest from which on a scale is logarithmic
 # Told apart by most eyes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")
@@ -66,11 +67,16 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=]+", "-", text).strip("-")[:60]
 
 
+def _value(row: dict, index: int = 0) -> float:
+    """Perplexity on a text, as far as it can be drawn."""
+    return min(row["measures"]["texts"][index]["perplexity"], LARGEST)
+
+
 def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Picture:
     """MoDeGPT's tables as curves; log scale."""
 
     def value(row: dict) -> float:
-        return row["measures"]["texts"][index]["perplexity"]
+        return _value(row, index)
 
     def draw() -> Figure:
         figure, axes = panel(f"perplexity on {text}")
@@ -91,18 +97,15 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
     dense = done[0]["measures"]
     base, text = dense["speed"][f"{kind}_tokens_per_second"], shorten(dense["texts"][0]["text"], 18)
 
-    def perplexity(row: dict) -> float:
-        return row["measures"]["texts"][0]["perplexity"]
-
     def draw() -> Figure:
         figure, axes = panel(f"perplexity against {kind} speed")
-        perplexities = [perplexity(row) for row in done]
+        perplexities = [_value(row) for row in done]
         axes.plot(
             [1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1
         )
         for label, look in styles.items():
             mine = [row for row in done[1:] if row["label"] == label]
-            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], perplexity(r)) for r in mine)
+            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], _value(r)) for r in mine)
             if mine:
                 axes.plot([x for _, x, _ in points], [y for *_, y in points], label=shorten(label), **look)
         axes.set_xlabel(f"{kind} speed (× dense, in turns with it)")

@@ -71,8 +71,8 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
         return found | {"measured": row["mode"] or "", "note": _note(notes, "failed", f"failed: {row['error']}")}
     counts, measures = row["counts"], row["measures"]
     for text, before in zip(measures["texts"], dense["measures"]["texts"], strict=True):
-        over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
-        found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
+        over = "" if row is dense else f" (× {_short(text['perplexity'] / before['perplexity'], '.2f')})"
+        found[f"perplexity {text['text']}"] = f"{_short(text['perplexity'])}{over}"
     judged = row.get("protocol")
     found |= {f"{task}, %": accuracy(facts) for task, facts in tasks_of(row).items()}
     if judged:
@@ -99,6 +99,11 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
         "compressing, s": "" if seconds is None else f"{seconds:,.1f}",
         "note": ", ".join(_note(notes, mark, sentence) for mark, sentence in marks),
     }
+
+
+def _short(value: float, form: str = ",.2f") -> str:
+    """Return a number with two decimals, or as a power of ten where that would fill the table with digits."""
+    return f"{value:{form}}" if value < 1e9 else f"{value:.2e}"
 
 
 def _of_generation(generation: dict | None) -> dict[str, str]:
@@ -175,7 +180,7 @@ def summary(rows: list[dict]) -> list[str]:
             best = min((rows[line] for line in lines), key=lambda row: row["measures"]["texts"][i]["perplexity"])
             value = best["measures"]["texts"][i]
             over = value["perplexity"] / text["perplexity"]
-            winners.append(f"{best['label']} at {sparsity:g} ({value['perplexity']:,.2f}, × {over:.2f})")
+            winners.append(f"{best['label']} at {sparsity:g} ({_short(value['perplexity'])}, × {_short(over, '.2f')})")
         if winners:
             sentences.append(
                 f"Lowest perplexity on {text['text']}: {', '.join(winners)}; the dense model has "
