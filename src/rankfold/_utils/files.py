@@ -41,6 +41,12 @@ def check_name(path: Path) -> None:
         raise CheckpointError(f"the name {str(path)!a} is not UTF-8; choose another one") from error
 
 
+def own_name(path: Path) -> str:
+    """Return the name of a file or folder, also of ``.``; that of a link and not of what it leads to, which in the
+    hub's cache is a digest."""
+    return Path(os.path.abspath(path)).name
+
+
 def _finish(temporary: Path, path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)

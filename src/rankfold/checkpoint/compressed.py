@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from .._utils.files import own_name
 from ..errors import CheckpointError
 from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
@@ -33,12 +34,12 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> DenseModel:
     if weights is None:
         raise CheckpointError(f"{model} is not a folder; give one that `rankfold compress` wrote")
     written = resolve_dtype(dtype) or stored_dtype(read_config(path), weights)
-    loaded = load_files(files, torch.float32, path.name)
-    check_writes(loaded.config, path.name)
+    loaded = load_files(files, torch.float32, own_name(path))
+    check_writes(loaded.config, own_name(path))
     return DenseModel(
         loaded,
-        path.name,
+        own_name(path),
         torch.device("cpu"),
         written,
-        processors=Processors(path.name, TokenizerFiles.beside(path)),
+        processors=Processors(own_name(path), TokenizerFiles.beside(path)),
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from .._utils.files import own_name
 from .._utils.reporting import reporting
 from ..architectures import part_of
 from ..errors import CheckpointError, OptionError, UnsupportedModelError, option
@@ -59,7 +60,7 @@ def open_streamed(
     if compressed is not None:
         check_head(weights.has_untied(outline), path)
     elif weights.has_untied(outline):
-        untie(config, path.name)
+        untie(config, own_name(path))
     network = empty_model(config, dtype=held)
     part = part_of(network)
     if part.architecture.derived:
@@ -67,5 +68,5 @@ def open_streamed(
     if compressed is not None:
         attach(network, compressed)
     fill_outer(network, part.architecture.blocks, weights, held, where)
-    processors = Processors(path.name, TokenizerFiles.beside(path))
-    return DenseModel(network, path.name, where, held, weights, processors, weights.bytes_on_disk, part)
+    processors = Processors(own_name(path), TokenizerFiles.beside(path))
+    return DenseModel(network, own_name(path), where, held, weights, processors, weights.bytes_on_disk, part)

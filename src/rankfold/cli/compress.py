@@ -134,9 +134,11 @@ def _compare(recorded: dict[str, str | None], record: dict[str, Any]) -> None:
 
 def _name(request: Request, methods: "list[Method]") -> str:
     """Return the default output: the names of model and method, and every sparsity or what was asked in its place."""
+    from .._utils.files import own_name
+
     model = o.at_revision(request.model, request.revision)
     place = Path(model).expanduser()
-    name = place.resolve().name.removesuffix(".gguf") if place.exists() else place.name.partition("@")[0]
+    name = own_name(place).removesuffix(".gguf") if place.exists() else place.name.partition("@")[0]
     sparsities = [value for method in methods for value in (method.own_sparsities or {"": method.sparsity}).values()]
     amounts = [f"{value:g}" for value in sparsities]
     if request.target_size is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._utils.empty import empty_weights
+from .._utils.files import own_name
 from .._utils.memory import has_room
 from .._utils.reporting import reporting
 from ..architectures import part_of
@@ -74,7 +75,7 @@ def open_model(
     where = resolve_device(device)
     kept, found = resolve_offload(offload, where), resolve_model(model, revision)
     path, is_here = found.path, Path(str(model)).expanduser().exists()
-    name = path.name if is_here else repository_of(str(model))[0]  # no local paths in results
+    name = own_name(path) if is_here else repository_of(str(model))[0]  # no local paths in results
     if found.weights is None:
         read = _read_gguf(path, where, wanted, component)
     else:
@@ -102,7 +103,7 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
         move_outer(model, part.architecture.blocks, where)
     place, commit = getattr(model, "name_or_path", ""), commit_of_loaded(model)
     local = Path(place).exists() if place else False  # such a name is no hub id, however it looks
-    name = Path(place).resolve().name if local else full_name(place) or type(model).__name__
+    name = own_name(Path(place)) if local else full_name(place) or type(model).__name__
     processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
     return DenseModel(model, name, where, dtype or model.dtype, None, processors, part=part, revision=commit)
 
