@@ -22,6 +22,7 @@ def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
     part = source.part
     options |= {"use_cache": False} if part.architecture.decoder else {}
     options |= {name: False for name in BESIDE if getattr(source.network.config, name, False)}
+    options |= {} if getattr(source.network.config, "return_dict", True) else {"return_dict": True}
     given = {part.input_name: batch} if isinstance(batch, Tensor) else batch
     given = {name: tensor.to(source.device) for name, tensor in given.items()}
     if part.architecture.projects and not part.packed:  # Qwen-VL's tower has its projector inside

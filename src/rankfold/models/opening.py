@@ -29,7 +29,7 @@ from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
 from .weights import Weights, fill_outer, move_outer
-from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
+from .whole import check_answers, check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
     """As :func:`open_model`, for a model that the caller holds."""
     part = check_given(model, component)
     model = cast("PreTrainedModel", model)  # nothing else passes
+    if part.architecture.decoder:
+        check_answers(model.config, type(model).__name__)
     check_tied(model)
     if revision is not None:
         raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
@@ -149,7 +151,10 @@ def _read_folder(
     storage_dtype = dtype or stored_dtype(config, weights)
     with torch.device("meta"):  # before anything is as large as the config says
         outline = _empty(config, storage_dtype)
-    check_quantised(config, str(folder), part_of(outline, component).architecture.blocks)
+    architecture = part_of(outline, component).architecture
+    check_quantised(config, str(folder), architecture.blocks)
+    if architecture.decoder:
+        check_answers(config, str(folder))
     named_alike = weights.match(outline)
     weights.check_fits(outline)
     check_tables(outline)

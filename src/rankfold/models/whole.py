@@ -76,6 +76,15 @@ def read_config(folder: Path):
         raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
 
 
+def check_answers(config, name: str) -> None:
+    """Raise :class:`UnsupportedModelError` where a config has a decoder return tuples: transformers looks for fields in
+    what the network in it returns, so such a model computes no logits."""
+    if not getattr(config, "return_dict", True):
+        raise UnsupportedModelError(
+            f"the config of {name} has return_dict false, with which transformers computes no logits; set it to true"
+        )
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
     """The settings for generating that lie beside the weights; transformers takes its own where they are damaged.
 
