@@ -22,7 +22,7 @@ from ..calibration.offload import Offload
 from .devices import autocast_dtype, is_on
 from .fingerprint import fingerprint
 from .processors import Processors
-from .weights import TensorReader, as_written, check_finite
+from .weights import TensorReader, as_computed, as_written, check_finite, is_held
 from .whole import read_gguf, read_whole
 
 
@@ -147,9 +147,9 @@ class DenseModel:
         module = copy.deepcopy(self.blocks[index], shared)  # the caller may change it; a streamed block is empty here
         if self.weights:
             self.weights.fill(module, self._prefix(index), self.dtype, self.compute_dtype)
-        elif self.dtype != self.compute_dtype:
-            for parameter in module.parameters():  # rounded as it will be stored
-                parameter.data = parameter.data.to(self.dtype).to(self.compute_dtype)
+        else:
+            for name, parameter in module.named_parameters():  # rounded as it will be stored
+                parameter.data = as_computed(name, parameter.data, self.dtype, self.compute_dtype)
         return module
 
     def moved(self, index: int, module: nn.Module) -> BlockView:
@@ -196,7 +196,8 @@ class DenseModel:
         Raises:
             CheckpointError: the weights cannot be read.
         """
-        as_stored = self.dtype == self.compute_dtype
+        named = self.model.named_parameters()
+        as_stored = self.dtype == self.compute_dtype and all(is_held(name, x, self.dtype) for name, x in named)
         if self.is_resident and as_stored:
             return self.model
         if self.weights is None or self.is_resident:
@@ -205,8 +206,9 @@ class DenseModel:
             whole = read_gguf(self.weights.place, self.compute_dtype)
         else:
             whole = read_whole(self.weights.place, self.model.config, self.compute_dtype)
-        for weight in () if as_stored else whole.parameters():  # rounded as blocks are; tables of angles stay exact
-            weight.data = weight.data.to(self.dtype).to(self.compute_dtype)
+        if not as_stored:  # rounded as blocks are; tables of angles stay exact
+            for name, weight in whole.named_parameters():
+                weight.data = as_computed(name, weight.data, self.dtype, self.compute_dtype)
         return nn.Module.to(whole, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:

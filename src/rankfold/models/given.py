@@ -171,17 +171,6 @@ def _check_one_device(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         )
 
 
-def check_tied(model: nn.Module) -> None:
-    """A caller's model is not changed, so a config that ties what is not tied is refused."""
-    state = model.state_dict()
-    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if not torch.equal(state[name], state[other]):
-            raise UnsupportedModelError(
-                f"{name} differs from {other}, and the model's config ties them; set config.tie_word_embeddings=False "
-                "and save and load the model, so that both are kept"
-            )
-
-
 def _check_layers(model: nn.Module, architecture: Architecture) -> None:
     """Projections are read as their weight; a layer that computes anything else would be replaced by something else."""
     for name, layer in model.get_submodule(architecture.blocks).named_modules():

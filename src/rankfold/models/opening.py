@@ -16,19 +16,20 @@ from .._utils.reporting import reporting
 from ..architectures import part_of
 from ..calibration.offload import resolve_offload
 from ..errors import CheckpointError, OptionError, option
+from .agreement import check_agrees
 from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, is_on, resolve_device, resolve_dtype
 from .gguf_config import check_biases, check_size, gguf_config
 from .gguf_reader import parsed_once
 from .gguf_weights import stream_gguf
-from .given import check_given, check_quantised, check_tied, resolve_model
+from .given import check_given, check_quantised, resolve_model
 from .hub import commit_of, full_name, repository_of
 from .loaded import commit_of_loaded
 from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
-from .weights import Weights, fill_outer, move_outer
+from .weights import Weights, as_computed, fill_outer, is_held, move_outer
 from .whole import check_answers, check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
 log = logging.getLogger(__name__)
@@ -95,13 +96,20 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
     model = cast("PreTrainedModel", model)  # nothing else passes
     if part.architecture.decoder:
         check_answers(model.config, type(model).__name__)
-    check_tied(model)
+    check_agrees(model)
     if revision is not None:
         raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
     where = model.device if device == "auto" else resolve_device(device)
-    if not is_on(next(model.parameters()), where):
-        blocks = model.get_submodule(part.architecture.blocks)
+    blocks = model.get_submodule(part.architecture.blocks)
+    within = {id(weight) for weight in blocks.parameters()}
+    outer = {name: weight for name, weight in model.named_parameters() if id(weight) not in within}
+    uneven = [name for name, weight in outer.items() if not is_held(name, weight, model.dtype)]
+    if uneven or not is_on(next(model.parameters()), where):
+        held = model.dtype
         model = copy.deepcopy(model, {id(blocks): blocks})  # the caller's blocks, which are copied one by one
+        for name in uneven:  # as blocks are when they are read: layers of one dtype take what those of another send
+            weight = model.get_parameter(name)
+            weight.data = as_computed(name, weight.data, held, held)
         move_outer(model, part.architecture.blocks, where)
     place, commit = getattr(model, "name_or_path", ""), commit_of_loaded(model)
     local = Path(place).exists() if place else False  # such a name is no hub id, however it looks

@@ -41,6 +41,12 @@ def as_computed(name: str, tensor: torch.Tensor, dtype: torch.dtype, compute_dty
     return as_written(name, as_written(name, tensor, dtype), compute_dtype)
 
 
+def is_held(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor has the dtype in which a model of ``dtype`` holds it."""
+    kept = torch.float32 if CHOOSING.search(name) else dtype
+    return tensor.dtype == kept or not tensor.is_floating_point()
+
+
 def buffer_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Count the bytes of what is written of a module and is no parameter, such as biases that experts are chosen by."""
     state = module.state_dict(keep_vars=True)
