@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers as t
 
 import rankfold
@@ -57,3 +58,13 @@ def test_without_a_name_the_folder_names_the_repository(tmp_path, monkeypatch):
     )
     model.save_pretrained(tmp_path / "small", push_to_hub=True)
     assert [(repository, CODE_FILE in files) for repository, _, files in hub.uploads] == [("small", True)]
+
+
+def test_a_state_that_is_given_is_what_is_written(tmp_path):
+    """As Trainer gives what it gathered of a sharded model."""
+    model = rankfold.compress(opened("llama"), method=MoDeGPT(rank_multiple=2), calibration=tokens()).model
+    given = {name: 2 * x if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "small", state_dict=dict(given))
+    written = t.AutoModelForCausalLM.from_pretrained(tmp_path / "small").state_dict()
+    assert all(torch.equal(written[name], given[name]) for name in given)
+    assert model.hf_quantizer is not None

@@ -183,7 +183,11 @@ def _save_with_code(model, save_directory, *args, push_to_hub=False, **kwargs):
     hub = {
         name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private") if push_to_hub and name in kwargs
     }
-    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    quantizer, model.hf_quantizer = model.hf_quantizer, None  # beside one, transformers ignores a given state_dict
+    try:
+        type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        model.hf_quantizer = quantizer
     if os.path.isdir(save_directory):
         Path(save_directory, CODE_FILE).write_text(code(), encoding="utf-8")
     if push_to_hub:
