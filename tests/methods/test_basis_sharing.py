@@ -3,7 +3,9 @@
 Shape legend: n tokens, N inputs and O outputs of a layer, k blocks of a group, R rank.
 """
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.modules import LatentLinear
+from rankfold.recovery.tuning import prepared
 from saved import assert_reloads
 
 SHARED = {"llama": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "opt": ("q_proj", "k_proj", "v_proj", "fc1")}
@@ -123,6 +126,35 @@ def test_what_is_planned_is_stored_once_loaded_and_saved_again(run, tmp_path):
     assert stored == run.plan.parameters_after
     assert_reloads(run.output, run.model, tmp_path / "twice")
     assert_reloads(tmp_path / "twice", run.model, tmp_path / "thrice")
+
+
+def test_ties_are_made_again_where_transformers_does_not_load_the_weights(family, run):
+    """As of ``load_checkpoint_and_dispatch`` of accelerate, which asks the model to tie what the file has once."""
+    with torch.device("meta"):
+        empty = type(run.model)._from_config(run.model.config)
+    empty = copy.deepcopy(pickle.loads(pickle.dumps(empty)))
+    empty.load_state_dict(run.model.state_dict(), assign=True)
+    empty.tie_weights()
+    for name in SHARED[family]:
+        first, second = (layer(empty, block, name) for block in range(2))
+        assert first.A.weight is second.A.weight and not first.A.weight.is_meta
+
+
+def test_adapters_of_a_training_leave_out_what_blocks_share_and_merge_to_what_was_trained(family, run):
+    pytest.importorskip("peft", reason="needs peft (pip install peft)")
+    tuned = prepared(copy.deepcopy(run.model), "lora", 2, seed=0)
+    reached = {name.removeprefix("base_model.model.") for name, m in tuned.named_modules() if hasattr(m, "lora_B")}
+    weights = [id(tuned.get_submodule(f"base_model.model.{name}").base_layer.weight) for name in reached]
+    assert weights and len(set(weights)) == len(weights)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+    with torch.no_grad():
+        expected = tuned.eval()(some_ids()).logits
+        assert (expected - run.model(some_ids()).logits).abs().max() > 0.1
+        found = tuned.merge_and_unload()(some_ids()).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_in_memory_streamed_and_from_its_config_it_is_the_same_model(family, run, tmp_path):

@@ -106,6 +106,22 @@ def _tie(model: Any) -> None:
             raise ValueError(f"{name!r} cannot have the basis of {place!r}, which stores none of its shape")
         model.all_tied_weights_keys[f"{name}.A.weight"] = f"{place}.A.weight"
         module._tied_weights_keys = {"A.weight": f"{place}.A.weight"}
+    if ties := {name: model.all_tied_weights_keys[name] for name in tied_weights(model)}:
+        model.get_expanded_tied_weights_keys = _Ties(model, ties)
+
+
+class _Ties:
+    """The method ``get_expanded_tied_weights_keys`` of one model with bases that blocks share.
+
+    ``tie_weights()`` asks it, also where transformers did not load the weights: a config has no word for such ties. It
+    is pickled with the model, as a function made here is not.
+    """
+
+    def __init__(self, model: Any, ties: dict[str, str]):
+        self.model, self.ties = model, ties
+
+    def __call__(self, *args, **kwargs) -> dict[str, str]:
+        return type(self.model).get_expanded_tied_weights_keys(self.model, *args, **kwargs) | self.ties
 
 
 def _unknown():

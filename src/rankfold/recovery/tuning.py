@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -52,7 +53,8 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
     """Return the model with nothing but what is tuned requiring a gradient; PEFT's adapters are around it.
 
     Args:
-        tune: ``lora``: adapters on all linear layers of the blocks, so not on the stacked weights of experts;
+        tune: ``lora``: adapters on all linear layers of the blocks, so not on the stacked weights of experts, nor on
+            what several blocks share;
             ``lora-mlp``: on those of the MLPs; ``all``: all weights but embeddings and head; ``norms``: scales and
             shifts of norms.
         rank: of adapters.
@@ -95,11 +97,15 @@ def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
     left_out = tuple(f"{path}." for path in _attentions(model, architecture_of(model))) if mlp_only else ()
     read = set(model.get_decoder().modules())  # neither the head, nor what reads images
+    # A weight of several layers would take the adapters of all of them when they are merged.
+    layers = [module for module in read if isinstance(module, nn.Linear | Conv1D)]
+    owners = Counter(id(layer.weight) for layer in layers)
     found = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module in read
+        and owners[id(module.weight)] == 1
         and module.weight.numel()
         and not name.endswith((".mamba.out_proj", ".mixer.out_proj"))  # fused kernels read its weight; PEFT refuses it
         and not name.startswith(left_out)
