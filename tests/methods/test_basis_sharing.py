@@ -216,11 +216,10 @@ def test_what_cannot_share_is_refused(options, message):
 
 
 def test_blocks_that_are_not_alike_are_refused():
-    model = tiny_model("llama")
-    mlp = model.model.layers[1].mlp
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    mlp = source.blocks[1].mlp
     for name, shape in (("gate_proj", (40, 32)), ("up_proj", (40, 32)), ("down_proj", (32, 40))):
         setattr(mlp, name, nn.Linear(shape[1], shape[0], bias=False))
-    source = rankfold.open_model(model, device="cpu")
     with pytest.raises(
         UnsupportedModelError, match="layers.1 and the block whose basis it would have differ in module 'gate'"
     ):
