@@ -52,11 +52,14 @@ class NumericsError(RankfoldError):
 
 def first_line(error: BaseException) -> str:
     """Return another library's error in one line: its first, with the next where that only announces it; or its type.
-    Of a missing key Python says the key alone."""
+    Of a missing key Python says the key alone. A sentence that goes on in the next line is left out, where another one
+    is before it."""
     said = f"no entry {error}" if isinstance(error, KeyError) and " " not in str(error) else str(error).strip()
     first, _, rest = (said or type(error).__name__).partition("\n")
     if first.rstrip().endswith(":") and rest.strip():
         first = f"{first.strip()} {rest.strip().partition(chr(10))[0]}"
+    elif rest.strip()[:1].islower() and ". " in first:
+        first = first.rpartition(". ")[0]
     return first.strip()[:300]
 
 
