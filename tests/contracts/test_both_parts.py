@@ -17,7 +17,7 @@ from rankfold.checkpoint.run import RunFolder
 from rankfold.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
 from rankfold.report.record import records_of
 from tiny_encoders import samples_of, tiny_encoder
-from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
+from tiny_pairs import picture, save_llava, tiny_model, write_pairs
 
 VISION, LANGUAGE = MoDeGPT(sparsity=0.2, rank_multiple=2), MoDeGPT(sparsity=0.4, rank_multiple=2)
 PROJECTOR = MoDeGPT(sparsity=0.5, rank_multiple=2)
@@ -29,8 +29,7 @@ BLOCKS = {"vision": 2, "language": 3}
 def place(tmp_path_factory):
     """LLaVA with its processor, and examples."""
     folder = tmp_path_factory.mktemp("both")
-    tiny_model("llava").save_pretrained(folder / "dense")
-    FAMILIES["llava"].processor().save_pretrained(folder / "dense")
+    save_llava(folder / "dense")
     write_pairs(folder, 20)
     return folder
 

@@ -14,7 +14,7 @@ from rankfold.cli import main
 from rankfold.data.hub import image_text_rows
 from rankfold.data.image_text import has_images
 from rankfold.errors import CheckpointError, DataError
-from tiny_pairs import FAMILIES, opened, picture, tiny_model
+from tiny_pairs import FAMILIES, opened, picture, save_llava, tiny_model
 
 ROWS, SHARDS = 32, 4
 NAME = "hub:someone/pairs"
@@ -104,8 +104,7 @@ def test_the_vision_part_takes_its_images(hub):
 
 
 def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
-    tiny_model("llava").save_pretrained(tmp_path / "llava")
-    FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
+    save_llava(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
     line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8"
     rest = ["--device", "cpu", "--method", "modegpt", "--rank-multiple", "2"]

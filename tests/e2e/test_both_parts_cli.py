@@ -9,7 +9,7 @@ import rankfold
 from families import tiny_model as tiny_text_model
 from rankfold.evaluation.complexity import cache_bytes
 from tiny_encoders import tiny_encoder
-from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
+from tiny_pairs import picture, save_llava, tiny_model, write_pairs
 from warm import rankfold as rankfold_command
 
 COMMON = "--method modegpt --rank-multiple 2 --num-samples 12 --device cpu"
@@ -20,8 +20,7 @@ PARTS = f"--components language=0.4,vision=0.2 {COMMON}"
 def place(tmp_path_factory):
     """LLaVA with its processor, models of one part, examples, and a text."""
     folder = tmp_path_factory.mktemp("parts")
-    tiny_model("llava").save_pretrained(folder / "llava")
-    FAMILIES["llava"].processor().save_pretrained(folder / "llava")
+    save_llava(folder / "llava")
     tiny_text_model("llama").save_pretrained(folder / "llama")
     tiny_encoder("vit-head").save_pretrained(folder / "vit")
     write_pairs(folder, 20)

@@ -11,11 +11,13 @@ from PIL import Image
 
 import rankfold
 from tiny_encoders import samples_of, tiny_encoder
+from versions import needs_image_processors
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A ViT with its processor and another without, and images."""
+    needs_image_processors()
     folder = tmp_path_factory.mktemp("encoders")
     for name in ("vit", "bare"):
         tiny_encoder("vit-head").save_pretrained(folder / name)

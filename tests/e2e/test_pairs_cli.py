@@ -10,16 +10,15 @@ import transformers as t
 
 import rankfold
 from families import tiny_model as tiny_text_model
-from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
+from tiny_pairs import picture, save_llava, tiny_model, write_pairs
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """LLaVA with its processor and another without, a model of text, and examples."""
     folder = tmp_path_factory.mktemp("pairs")
-    for name in ("llava", "bare"):
-        tiny_model("llava").save_pretrained(folder / name)
-    FAMILIES["llava"].processor().save_pretrained(folder / "llava")
+    save_llava(folder / "llava")
+    tiny_model("llava").save_pretrained(folder / "bare")
     tiny_text_model("llama").save_pretrained(folder / "llama")
     write_pairs(folder, 20)
     (folder / "gone.jsonl").write_text('{"text": "what?", "image": "gone.png"}\n' * 2)

@@ -20,7 +20,7 @@ from rankfold._utils.processes import joined
 from rankfold.methods.base import NarrowingMethod
 from rankfold.methods.registry import METHODS, method_class
 from tiny_encoders import ENCODERS, opened_encoder, samples_of
-from tiny_pairs import FAMILIES, tiny_model, write_pairs
+from tiny_pairs import save_llava, write_pairs
 
 SHARDS = 4
 BOTH = "components"  # one after the other, in one run
@@ -77,8 +77,7 @@ def compress(name: str, output: Path, shards: int = SHARDS, rows: int = 16) -> N
 
 def save_both(folder: Path) -> None:
     """Write a tiny model of images and text, and examples."""
-    tiny_model("llava").save_pretrained(folder / "dense")
-    FAMILIES["llava"].processor().save_pretrained(folder / "dense")
+    save_llava(folder / "dense")
     write_pairs(folder, 12)
 
 

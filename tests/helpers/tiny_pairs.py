@@ -15,6 +15,7 @@ import rankfold
 from families import GQA
 from rankfold import DenseModel
 from rankfold.data.batches import Example
+from versions import needs_image_processors
 
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>"]
 CHARACTERS = ["\n", *map(chr, range(32, 123))]
@@ -69,6 +70,7 @@ def _next() -> t.LlavaNextProcessor:
 
 def _idefics() -> t.Idefics3Processor:
     """Cuts an image into as many pieces as it is large."""
+    needs_image_processors()
     images = t.Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
     return t.Idefics3Processor(images, tokenizer(), image_seq_len=4, chat_template=TEMPLATE.replace("MARK", "<image>"))
 
@@ -155,6 +157,13 @@ def picture(number: int) -> Image.Image:
     """Noise, of sizes that differ."""
     shape = (20 + 9 * (number % 5), 24 + 13 * (number % 3), 3)
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8))
+
+
+def save_llava(folder: Path) -> None:
+    """Write a model with its processor, which can be read again."""
+    needs_image_processors()
+    tiny_model("llava").save_pretrained(folder)
+    FAMILIES["llava"].processor().save_pretrained(folder)
 
 
 def write_pairs(folder: Path, rows: int = 16) -> Path:

@@ -1,6 +1,7 @@
 """Tests of what only newer versions of a dependency do."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 from packaging.version import Version
@@ -16,6 +17,12 @@ def before(package: str, first: str, lacking: str) -> None:
     """Skip what does not run with newer versions of a package, of this one on."""
     if Version(version(package)) >= Version(first):
         pytest.skip(f"{package} >= {first}: {lacking}")
+
+
+def needs_image_processors() -> None:
+    """For what reads one by its Auto class, and for Idefics 3's."""
+    if find_spec("torchvision") is None:
+        needs("transformers", "5.18", "image processors need torchvision, and rankfold says so")
 
 
 def needs_merged_tables() -> None:

@@ -1,6 +1,7 @@
 """The tokenizer beside a result is the one beside the dense weights, byte by byte, whoever reads it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import transformers as t
@@ -83,7 +84,7 @@ def test_a_package_that_an_image_processor_lacks_is_named(tmp_path, monkeypatch)
     def lacking(*_, **__):
         raise ImportError("\nAutoImageProcessor requires the Torchvision library but it was not found")
 
-    monkeypatch.setattr(t.AutoImageProcessor, "from_pretrained", lacking)
+    monkeypatch.setattr("rankfold.models.tokenizer.AutoImageProcessor", SimpleNamespace(from_pretrained=lacking))
     said = r"the image processor in .* needs a package that is not installed \(AutoImageProcessor requires"
     with pytest.raises(OptionError, match=said):
         TokenizerFiles(tmp_path).load_image_processor()
