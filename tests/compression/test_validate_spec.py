@@ -376,9 +376,10 @@ class Alone(nn.Sequential):
 def test_blocks_that_differ_in_kind_are_refused(monkeypatch, mlp, message):
     model = tiny_model("llama")
     forget(monkeypatch, model)
-    model.model.layers[2].mlp = mlp()
+    source = rankfold.open_model(model, device="cpu")
+    source.blocks[2].mlp = mlp()
     with pytest.raises(UnsupportedModelError, match=message):
-        validated(rankfold.open_model(model, device="cpu"))
+        validated(source)
 
 
 def test_a_model_without_such_parts_says_which():

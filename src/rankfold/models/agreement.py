@@ -62,7 +62,7 @@ def _check_tied(model: PreTrainedModel, wanted: Mapping[str, str]) -> None:
                 "and save and load the model, so that both are kept"
             )
     for name, other in _head_of(model).items():
-        if name not in wanted and state[name].data_ptr() == state[other].data_ptr():
+        if name not in wanted and state[name].data_ptr() == state[other].data_ptr() != 0:
             raise UnsupportedModelError(
                 f"{name} and {other} are one tensor, and the model's config does not tie them; set "
                 "config.tie_word_embeddings=True and save and load the model"
