@@ -74,7 +74,7 @@ def test_queries_and_keys_are_measured_after_norm_and_rotation(family, monkeypat
     assert "sdpa" in ALL_ATTENTION_FUNCTIONS
     view, stream = source.block(0), start(source, ids, autocast=None)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    moments = measure(view, stream, {"query", "key", "key_spread", "query_key", "value"}, step=False)
+    moments = measure(view, stream, {"query", "key", "key_spread", "query_key", "value"}, step=True)
     heads, kv = view.attention.heads, view.attention.kv_heads
     q, k, v = seen["q"], seen["k"], seen["v"]  # (B, H, T, N), the latter two perhaps repeated
     k, v = (x[:, :: x.shape[1] // kv] for x in (k, v))

@@ -177,8 +177,8 @@ def test_a_mask_of_flash_attention_hides_what_the_usual_one_hides():
 
     def decoded(mask):
         cache = DynamicCache()
-        attention._mixed(x[:, :6], cache)
-        return attention._mixed(x[:, 6:], cache, attention_mask=mask)[0]
+        attention.mix(x[:, :6], cache)
+        return attention.mix(x[:, 6:], cache, attention_mask=mask)[0]
 
     expected = decoded(there[:, None, None].bool())
     assert attention.latent_keys and torch.equal(decoded(there), expected)

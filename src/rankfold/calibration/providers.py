@@ -1,7 +1,7 @@
 """Where the moments of the next block come from while blocks are compressed one after the other.
 
-For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is
-compressed.
+For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``keep_mixed`` before the first one
+that leaves queries, keys and values as they are, ``follow`` it when it is compressed.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,6 +35,9 @@ class MomentProvider:
             owners: statistic -> the process that gets it in place of the first; only where ``is_measured``.
         """
         raise NotImplementedError
+
+    def keep_mixed(self, view: BlockView) -> None:
+        """Keep what the attention of the block mixes: no step from here on changes its queries, keys and values."""
 
     def follow(self, view: BlockView) -> None:
         """Go through a compressed block."""
@@ -91,6 +94,10 @@ class HiddenStates(MomentProvider):
     def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
         return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches, owners=owners)
 
+    def keep_mixed(self, view: BlockView) -> None:
+        self.compressed.keep_mixed(view.attention.module)
+
     def follow(self, view: BlockView) -> None:
         self._dense_batches = None
         advance(view, self.compressed)
+        self.compressed.mixed = None

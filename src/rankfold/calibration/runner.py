@@ -24,12 +24,15 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch, Data, Example, batches, ids_of, shard_of
 from ..errors import NumericsError, UnsupportedModelError, option
+from ..modules.attention import CompressedAttention
 from .forward import forward
+from .leaving import InFrontOf, Left, ends, watched
+from .mixed import Mixed
 from .moments import NO_OWNERS, BlockMoments, check_finite, sum_shards
-from .observers import DenseBatch, LayerInput, Observer, RanBatch
+from .observers import DenseBatch, LayerInput, RanBatch
 from .offload import Offload
 from .residual import Middle
-from .statistics import STATISTICS, observers_for
+from .statistics import observers_for
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
@@ -84,6 +87,7 @@ class Stream:
     is_shared: bool = False  # whether other processes have further shards
     offload: Offload | None = None  # where the states are kept; None: on the device
     hands_on: bool = False  # whether blocks hand states on to later ones beside it: in some families keys and values
+    mixed: Mixed | None = None  # what the attention of the block at hand makes of the batches, where that is kept
 
     def check_apart(self, name: str) -> None:
         """Raise :class:`UnsupportedModelError` where a block of the model of this name needs those before it."""
@@ -102,6 +106,15 @@ class Stream:
         added = self.calls[batch][block].added
         self.hidden[batch] = output if added is None else output + added.to(output.dtype)
 
+    def keep_mixed(self, attention: nn.Module) -> None:
+        """From here to the end of this block, have its attention compute what it mixes of every batch once.
+
+        Off the device that would be written and read back in place of the states; an attention that hands keys and
+        values on has to run.
+        """
+        if type(attention) is CompressedAttention and not (self.offload or self.hands_on):
+            self.mixed = Mixed(attention)
+
     def context(self):
         """The precision blocks run in."""
         if self.autocast is None:
@@ -109,14 +122,6 @@ class Stream:
         # Every weight is used once a batch: a cache of them in bf16 saves nothing and costs half a block.
         device = self.offload.device if self.offload else self.hidden[0].device
         return torch.autocast(device.type, self.autocast, cache_enabled=False)
-
-
-class _Stop(Exception):
-    """Leaves a forward whose rest is not needed: a model's before norm and head, a block's before the last product."""
-
-
-def _stop(*_):
-    raise _Stop
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -151,7 +156,7 @@ class _Recorder(StandIn):
     def forward(self, hidden, *args, **kwargs):
         self.hidden, self.call = _batched(hidden), Call(args, kwargs)
         if self.last:
-            raise _Stop
+            raise Left
         if self.instead is not None:
             hidden = self.instead[0] if hidden.dim() == 2 else self.instead
         return (hidden, None) if self.returns_tuple else hidden  # Bamba takes two apart
@@ -230,7 +235,7 @@ def start(
                 size = () if isinstance(batch, Example) else batch.shape
                 known = of_size.get(size) if alike else None
                 recorders[0].last = known is not None or len(recorders) == 1
-                with contextlib.suppress(_Stop):
+                with contextlib.suppress(Left):
                     forward(source, batch.read() if isinstance(batch, Example) else batch)
                 first = recorders[0].hidden.to(autocast or recorders[0].hidden.dtype)
                 stream.hidden.append(first)
@@ -365,6 +370,14 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 
 
 @torch.no_grad()
+def attend(view: BlockView, stream: Stream) -> None:
+    """Run the block on the stream as far as its attention mixes values; the stream stays where it is."""
+    with watched(InFrontOf(view.attention.output_module)):
+        for _ in _forward(view, stream, view.module):
+            pass
+
+
+@torch.no_grad()
 @time_spent("forward")
 def advance_dense(
     view: BlockView, stream: Stream, keep: Callable[[DenseBatch], None], inputs: Iterable[str] = ()
@@ -377,7 +390,7 @@ def advance_dense(
     """
     middle, paths = Middle(view), view.readers
     layers = {name: LayerInput(view.module.get_submodule(paths[name][0])) for name in inputs if name in paths}
-    with _watched([middle, *layers.values()], None):
+    with watched(middle, *layers.values()):
         for i, _, output in _forward(view, stream, view.module):
             entered = {name: layer.take() for name, layer in layers.items()}
             keep(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output, entered))
@@ -421,7 +434,7 @@ def _measure_shard(
     view: BlockView, stream: Stream, shard: Shard, statistics: set[str], step: bool, dense: Sequence[DenseBatch] | None
 ) -> BlockMoments:
     observers = observers_for(view, statistics, stream.tokens, shard.first)
-    with _watched(observers.values(), None if step else _end(view, statistics)):
+    with watched(*observers.values(), *([] if step else ends(view, statistics))):
         for i, kwargs, output in _forward(view, stream, view.module, shard.batches):
             batch = RanBatch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
             with time_spent("moments"):
@@ -433,29 +446,6 @@ def _measure_shard(
         return {name: observer.finish() for name, observer in observers.items()}
 
 
-def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
-    """The layer in front of which a forward may be left, all statistics seen."""
-    places = {STATISTICS[name].until for name in statistics}
-    if places == {"attention"}:
-        return view.attention.output_module
-    if places <= {"attention", "mlp"} and places and view.mlp:
-        return view.module.get_submodule(view.mlp.spec.down)
-    return None
-
-
-@contextlib.contextmanager
-def _watched(observers: Iterable[Observer | Middle | LayerInput], end: nn.Module | None):
-    """Hang the observers' hooks; with ``end`` every forward is left before that layer, once they have its input."""
-    handles = [handle for observer in observers for handle in observer.hooks()]
-    if end is not None:
-        handles.append(end.register_forward_pre_hook(_stop))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def block_output(view: BlockView, stream: Stream, batch: int, module: nn.Module | None = None) -> Tensor:
     """Return what a block makes of one batch of a stream, ``(B, T, D)``; with a gradient where its weights need one.
 
@@ -464,7 +454,7 @@ def block_output(view: BlockView, stream: Stream, batch: int, module: nn.Module 
         module: in place of the block.
     """
     args, kwargs, _ = stream.calls[batch][view.index]
-    with stream.context():
+    with stream.context(), stream.mixed.used(batch) if stream.mixed else contextlib.nullcontext():
         output = (module or view.module)(view.taken(stream.hidden[batch]), *args, **kwargs)
     return _batched(output[0] if isinstance(output, tuple) else output)
 
@@ -475,7 +465,7 @@ def middle_output(view: BlockView, stream: Stream, batch: int) -> Tensor:
     The block must have such a place (``view.middle``); what comes after it does not run.
     """
     middle = Middle(view)
-    with _watched([middle], view.middle), contextlib.suppress(_Stop):
+    with watched(middle, InFrontOf(view.middle)), contextlib.suppress(Left):
         block_output(view, stream, batch)
     return middle.take(stream.hidden[batch])
 
@@ -490,7 +480,7 @@ def _forward(view, stream, module, of: range | None = None) -> Iterator[tuple[in
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         try:
             output = block_output(view, stream, i, module)
-        except _Stop:
+        except Left:
             yield i, kwargs, None
             continue
         ranges += torch.aminmax(output)

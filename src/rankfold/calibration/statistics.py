@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -61,11 +61,16 @@ class Scene:
         return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=rows, first=self.first)
 
 
+# Behind queries, keys and values; in front of the output projection of attention, or of the MLP; behind the block.
+Place = Literal["projections", "attention", "mlp", "end"]
+PLACES: tuple[Place, ...] = get_args(Place)
+
+
 class Statistic(NamedTuple):
     """Who measures it; ``None`` for a setting of others."""
 
     observer: Callable[[Scene], Observer] | None
-    until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
+    until: Place = "attention"  # where a forward has gone when all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
     sequential: bool = False  # of use only on what the compressed blocks send
     part: Literal["heads", "norms", "attention", "mlp", "experts", "stream"] | None = None  # which not every block has
@@ -84,21 +89,21 @@ class Statistic(NamedTuple):
         return self.part is None or getattr(view, self.part) is not None
 
 
-def _beside(name: str, until: Literal["attention", "mlp"] = "attention", *, part) -> Statistic:
+def _beside(name: str, until: Place = "attention", *, part) -> Statistic:
     return Statistic(lambda s: s.dense_input(name), until, two_streams=True, part=part, dense_input=name)
 
 
 # What can be measured in a block. Methods name the ones they need.
 STATISTICS: dict[str, Statistic] = {
     # Inputs of q, k and v; of the output projection; of up and gate; of the down projection.
-    "attention_input": Statistic(lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"),
+    "attention_input": Statistic(lambda s: s.input_of(s.view.attention.qkv_modules[0]), "projections", part="heads"),
     "attention_output": Statistic(lambda s: s.input_of(s.view.attention.output_module), part="attention"),
     "mlp_input": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"),
     "mlp_hidden": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"),
     # Rows of the input of up, for methods that iterate on activations.
     "mlp_samples": Statistic(Scene.samples, "mlp", part="mlp"),
     # What these inputs lack of those in the dense model, with them.
-    "dense_attention_input": _beside("attention_input", part="heads"),
+    "dense_attention_input": _beside("attention_input", "projections", part="heads"),
     "dense_attention_output": _beside("attention_output", part="attention"),
     "dense_mlp_input": _beside("mlp_input", "mlp", part="mlp"),
     "dense_mlp_hidden": _beside("mlp_hidden", "mlp", part="mlp"),
@@ -120,17 +125,17 @@ STATISTICS: dict[str, Statistic] = {
     INPUT: Statistic(lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
     ROUTING: Statistic(Scene.routing, "end", part="experts"),
     # Per head: rotated queries; rotated keys, and these minus their mean over the window; values.
-    "query": Statistic(lambda s: s.head("query"), part="heads"),
-    "key": Statistic(lambda s: s.head("key"), part="heads"),
-    "key_spread": Statistic(lambda s: s.head("key_spread"), part="heads"),
-    "value": Statistic(lambda s: s.head("value"), part="heads"),
+    "query": Statistic(lambda s: s.head("query"), "projections", part="heads"),
+    "key": Statistic(lambda s: s.head("key"), "projections", part="heads"),
+    "key_spread": Statistic(lambda s: s.head("key_spread"), "projections", part="heads"),
+    "value": Statistic(lambda s: s.head("value"), "projections", part="heads"),
     # The exact cost of dropping dimensions of queries and keys.
-    "query_key": Statistic(lambda s: ProductObserver(s.projections), part="heads"),
+    "query_key": Statistic(lambda s: ProductObserver(s.projections), "projections", part="heads"),
     # Squares of the queries (keys) that a q/k-norm receives, over the mean square it divides by, per head.
-    "query_squares": Statistic(lambda s: s.squares(0), part="norms"),
-    "key_squares": Statistic(lambda s: s.squares(1), part="norms"),
+    "query_squares": Statistic(lambda s: s.squares(0), "projections", part="norms"),
+    "key_squares": Statistic(lambda s: s.squares(1), "projections", part="norms"),
     # The normalised residual stream in front of the block, between its halves, and behind it.
-    "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), sequential=True),
+    "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), "projections", sequential=True),
     "stream_middle": Statistic(lambda s: StreamObserver(s.view, "middle"), "mlp", sequential=True),
     "stream_output": Statistic(lambda s: StreamObserver(s.view, "output"), "end", sequential=True),
     # Of every input above also: the mean absolute value, for the l1 pre-conditioner; the sum over every window, for
@@ -148,6 +153,12 @@ STATISTICS: dict[str, Statistic] = {
     "influence": Statistic(lambda s: InfluenceObserver(s.view), "end", part="stream"),
     "change": Statistic(lambda _: ChangeObserver(), "end", part="stream"),
 }
+
+
+def last_place(statistics: Iterable[str]) -> Place:
+    """Return how far a forward has to go for some statistics; settings of others do not count."""
+    places = {STATISTICS[name].until for name in statistics if STATISTICS[name].observer}
+    return max(places, key=PLACES.index, default="end")
 
 
 # What a store of moments holds.

@@ -39,6 +39,9 @@ def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> t
     """Compress a block: replace its modules by smaller ones."""
     whole = BlockResult()
     for stage in context.method.stages(view, ranks):
+        if stage.attention_stays:
+            for follower in filter(None, (context.provider, context.held_out)):
+                follower.keep_mixed(view)
         result = _run_stage(context, view, stage)
         view, whole = replace(view, result, context.source), _added(whole, result)
     return view, whole

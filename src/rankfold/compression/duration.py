@@ -19,12 +19,13 @@ from ..allocation import Measured, averages
 from ..architectures import BlockView, read_linear
 from ..calibration.backward import PASSES
 from ..calibration.gradients import numbers
-from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
+from ..calibration.runner import Stream, advance, attend, batch_tokens, measure, outputs, start
 from ..data.batches import again, noise, tokens_in
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError
 from ..methods import BLOCK, MeasurableMethod, Method, make_method
+from ..methods.base import spared_passes
 from ..methods.work import Work, of_trial, times
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
@@ -145,6 +146,9 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
         statistics = method.alone(view).statistics(view)
         alone = clock(lambda: measure(view, stream.copy(), statistics, step=True)) / tokens
     stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
+    if mode == "sequential" and source.offload is None and not stream.hands_on:  # as in Stream.keep_mixed
+        spared = spared_passes(method.stages(view, the_plan.ranks(index)))
+        stages -= spared * clock(lambda: attend(view, stream)) / tokens if spared else 0.0
     some = noise(source.part, 1, min(length, HEAD_TOKENS))
     behind = start(source, some, autocast=source.autocast)
     (batch,), is_decoder = again(some, behind.hidden), source.architecture.decoder

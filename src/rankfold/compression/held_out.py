@@ -89,6 +89,10 @@ class HeldOut:
         """Return the moments of the block as it is now, on the held-out samples; ``owners`` as for a provider."""
         return self.provider.measure(view, statistics, owners)
 
+    def keep_mixed(self, view: BlockView) -> None:
+        """Keep what the attention of the block mixes, as a provider does."""
+        self.provider.keep_mixed(view)
+
     def follow(self, view: BlockView) -> None:
         """Go through the compressed block in its place."""
         self.provider.follow(view)

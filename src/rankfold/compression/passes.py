@@ -12,19 +12,20 @@ from collections.abc import Iterable
 from ..allocation import block_weights
 from ..architectures import BlockView
 from ..calibration.experts import INPUT
-from ..calibration.statistics import STATISTICS
+from ..calibration.statistics import STATISTICS, Place, last_place
 from ..methods import Method
+from ..methods.base import spared_passes
 
 Operations = Counter[str]  # rate of a card (:class:`.cards.Card`) -> operations a token
 
 _OF_HEADS = ("query", "key", "key_spread", "value", "query_squares", "key_squares")
 
 
-def forward(view: BlockView, length: int, until: str = "end") -> Operations:
-    """Count a forward through a block up to the output projection of its attention or MLP, or to its end.
+def forward(view: BlockView, length: int, until: Place = "end") -> Operations:
+    """Count a forward through a block up to a place.
 
     Args:
-        until: ``attention``, ``mlp`` or ``end``.
+        until: one of :data:`rankfold.calibration.statistics.PLACES`.
     """
     attention, width = view.attention, view.attention.output.weight.shape[0]
     sent = attention.heads * attention.head_dim
@@ -33,8 +34,10 @@ def forward(view: BlockView, length: int, until: str = "end") -> Operations:
     down = width * ((mlp.hidden if mlp else 0) + (experts.active * experts.hidden if experts else 0))
     total = block_weights(view.module) - passive
     after = 2 * down + down  # up, gate and down: what follows the attention
-    weights = {"attention": total - after - sent * width, "mlp": total - down, "end": total}[until]
-    return Counter({"bf16": 2 * max(0, weights) + 4 * sent * length / 2})  # half: no token sees those after it
+    projections = total - after - sent * width
+    weights = {"projections": projections, "attention": projections, "mlp": total - down, "end": total}[until]
+    attending = 0 if until == "projections" else 4 * sent * length / 2  # half: no token sees those after it
+    return Counter({"bf16": 2 * max(0, weights) + attending})
 
 
 def passes(view: BlockView, steps: Iterable[set[str]], length: int, *, step: bool) -> Operations:
@@ -45,14 +48,9 @@ def passes(view: BlockView, steps: Iterable[set[str]], length: int, *, step: boo
     """
     found: Operations = Counter()
     for statistics in steps:
-        found += forward(view, length, "end" if step else _end(statistics))
+        found += forward(view, length, "end" if step else last_place(statistics))
         found += moments(view, statistics)
     return found
-
-
-def _end(statistics: set[str]) -> str:
-    places = {STATISTICS[name].until for name in statistics}
-    return next(place for place in ("end", "mlp", "attention") if place in places or place == "attention")
 
 
 def moments(view: BlockView, statistics: set[str]) -> Operations:
@@ -82,10 +80,14 @@ def moments(view: BlockView, statistics: set[str]) -> Operations:
 
 
 def compression(view: BlockView, method: Method, ranks: dict[str, int], length: int, mode: str) -> Operations:
-    """Count all passes of compressing a block: measured once for every step, and followed as it has become."""
-    steps = [stage.statistics for stage in method.stages(view, ranks)]
+    """Count all passes of compressing a block: measured once for every step, and followed as it has become; hidden
+    states are on the device."""
+    stages = method.stages(view, ranks)
+    steps = [stage.statistics for stage in stages]
     if mode != "sequential":
         return passes(view, steps, length, step=True)
     found = passes(view, steps, length, step=False) + forward(view, length)
+    spared = forward(view, length, "attention")
+    found.subtract({kind: spared_passes(stages) * count for kind, count in spared.items()})
     beside = any(STATISTICS[name].two_streams for statistics in steps for name in statistics)
     return found + (forward(view, length) if beside else Counter())

@@ -284,6 +284,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
+    if method.keeps_mixed and offload is None:
+        stream += (here + held_out) * view.attention.heads * view.attention.head_dim * active
     if source.architecture.handed:
         # Of two kinds of layers, for those that read them.
         kept = 2 * max(view.attention.cached for view in views) if any(v.attention.reads_others for v in views) else 0

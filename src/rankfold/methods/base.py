@@ -58,6 +58,15 @@ class CompressionStep(NamedTuple):
     # (:func:`rankfold._utils.processes.dealt`). The rest of it only copies tensors, so that all come to the same bytes.
     # Only such a piece may read held-out samples.
     shared: tuple[str, ...] = ()
+    # Whether it is the first one that finds queries, keys and values as they will be: from here on what attention mixes
+    # of the samples is the same, and is computed once.
+    attention_stays: bool = False
+
+
+def spared_passes(steps: Sequence[CompressionStep]) -> int:
+    """Return in how many passes through a block attention does not run: behind the first step for which it stays, and
+    when the compressed block is followed."""
+    return next((len(steps) - i for i, step in enumerate(steps) if step.attention_stays), 0)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,11 @@ class Method(MethodConfig):
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
+
+    @property
+    def keeps_mixed(self) -> bool:
+        """Whether attention stays from one of its steps on, so that what it mixes of the samples is kept."""
+        return False
 
     @property
     def caution(self) -> str:

@@ -104,7 +104,7 @@ class CompressedAttention(nn.Module):
         return self._forward(hidden_states, **by_place(self.names, args), **kwargs)
 
     def _forward(self, hidden_states, *, residual=None, **kwargs):
-        output, weights = self._mixed(hidden_states, take_cache(kwargs), **kwargs)
+        output, weights = self.mix(hidden_states, take_cache(kwargs), **kwargs)
         output = self._sent(output)
         return (output if residual is None else output + residual), weights
 
@@ -115,7 +115,7 @@ class CompressedAttention(nn.Module):
             output = nn.functional.dropout(output, self.output_dropout)
         return output
 
-    def _mixed(self, hidden_states, past, *, position_embeddings=None, **kwargs):
+    def mix(self, hidden_states, past, *, position_embeddings=None, **kwargs):
         """Values as attention mixes them, (B, T, H V), and its weights."""
         if not self.vo_dim:
             return self._nothing(hidden_states, past), None
@@ -266,5 +266,5 @@ class PackedAttention(CompressedAttention):
         together, mixed = of_one_length(cu_seqlens), []
         for rows in together:
             tables = tuple(table[rows] for table in position_embeddings)
-            mixed.append(self._mixed(hidden_states[rows], None, position_embeddings=tables)[0].flatten(0, 1))
+            mixed.append(self.mix(hidden_states[rows], None, position_embeddings=tables)[0].flatten(0, 1))
         return self._sent(torch.cat(mixed)[torch.cat([rows.flatten() for rows in together]).argsort()])

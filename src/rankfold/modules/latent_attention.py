@@ -19,9 +19,9 @@ class LatentAttention(CompressedAttention):
     Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
     """
 
-    def _mixed(self, hidden_states, past, *, position_embeddings=None, **kwargs):
+    def mix(self, hidden_states, past, *, position_embeddings=None, **kwargs):
         if past is None:
-            return super()._mixed(hidden_states, past, position_embeddings=position_embeddings, **kwargs)
+            return super().mix(hidden_states, past, position_embeddings=position_embeddings, **kwargs)
         query, key, value = self._latents(hidden_states)
         key = key if self.latent_keys else self._keys(key)
         query, key = self._turned(query, key, position_embeddings, kwargs)

@@ -150,7 +150,13 @@ class Rankfold(MoDeGPT):
         if pieces:
             needed = set().union(*(piece.statistics for piece in pieces))
             found.append(CompressionStep(needed, partial(decompose_mlp, self, ranks=ranks), tuple(pieces)))
+        if ranks.keys() & {"qk", "vo"} and len(found) > 1:
+            found[1] = found[1]._replace(attention_stays=True)
         return found
+
+    @property
+    def keeps_mixed(self) -> bool:
+        return self.modules is None or bool({"qk", "vo"} & set(self.modules))
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
