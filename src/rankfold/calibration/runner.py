@@ -465,7 +465,7 @@ def middle_output(view: BlockView, stream: Stream, batch: int) -> Tensor:
     The block must have such a place (``view.middle``); what comes after it does not run.
     """
     middle = Middle(view)
-    with watched(middle, InFrontOf(view.middle)), contextlib.suppress(Left):
+    with watched(middle, InFrontOf(present(view.middle))), contextlib.suppress(Left):
         block_output(view, stream, batch)
     return middle.take(stream.hidden[batch])
 

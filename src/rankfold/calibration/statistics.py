@@ -157,8 +157,8 @@ STATISTICS: dict[str, Statistic] = {
 
 def last_place(statistics: Iterable[str]) -> Place:
     """Return how far a forward has to go for some statistics; settings of others do not count."""
-    places = {STATISTICS[name].until for name in statistics if STATISTICS[name].observer}
-    return max(places, key=PLACES.index, default="end")
+    places: set[Place] = {STATISTICS[name].until for name in statistics if STATISTICS[name].observer}
+    return max(places, key=PLACES.index) if places else "end"
 
 
 # What a store of moments holds.
