@@ -9,6 +9,7 @@ from .._utils.files import sync_files, write_json, write_tensors
 from .._utils.sizes import plural
 from ..errors import CheckpointError
 from ..models.tokenizer import copy_file, save_tokenizer
+from ..models.weights import untied_state
 
 
 class Shards:
@@ -51,8 +52,7 @@ class Shards:
         Raises:
             CheckpointError: they differ.
         """
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+        wanted = {name: tuple(tensor.shape) for name, tensor in untied_state(model).items()}
         found = {}
         for index in range(self.blocks + 1):
             with safe_open(self.path(index), framework="pt") as handle:
