@@ -144,7 +144,7 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
 def _identity(components: list[_Given], mode: str) -> dict[str, Any]:
     """Return the identity of the last component, with that of the one before it in it, and so on."""
     *before, last = components
-    mine = run_identity(last.source, last.method, last.tokens.describe(), mode)
+    mine = run_identity(*last, None, mode)
     return mine | ({"before": _identity(before, mode)} if before else {})
 
 

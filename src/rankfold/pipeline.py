@@ -12,6 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -152,14 +153,31 @@ def compress(
         goal: what the sparsity of the method was chosen for, for the record.
     """
     mode = check_request(method, tokens, moments, mode, output)
-    calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
+    identity = from_first(lambda: run_identity(validated(source), method, tokens, moments, mode))
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
         result = CompressionRun(source, method, tokens, moments, identity, folder, goal).carry_out(on_plan)
     if source.streamed or source.bytes_on_disk is None:  # not one that was read whole: it would stay in memory
         result.dense = source
     return result
+
+
+def compress_once(
+    source: DenseModel,
+    method: Method,
+    tokens: CalibrationData | None,
+    output: Path | None,
+    *,
+    moments: MomentStore | None,
+    mode: str,
+    **others: Any,
+) -> CompressionResult:
+    """As :func:`compress`; what an earlier call with the same has finished in the folder is read back."""
+    if output and from_first(
+        lambda: RunFolder(output, run_identity(validated(source), method, tokens, moments, mode)).published
+    ):
+        return CompressionResult.of_folder(output, device=str(source.device))
+    return compress(source, method, tokens, output, moments=moments, mode=mode, **others)
 
 
 @dataclasses.dataclass
