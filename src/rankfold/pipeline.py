@@ -47,7 +47,6 @@ from .compression.output import BlockWriter, FolderWriter, MemoryWriter, NoWrite
 from .compression.plan import (
     allocate_ranks,
     build_plan,
-    check,
     divergence_for_stock,
     kept_blocks,
     measuring_memory,
@@ -116,7 +115,7 @@ def plan(
     validated(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
     options = rank_options(source, method)
-    check(options, method)
+    options.check(method)
     known, statistic = moments, method.allocation.statistic
     if tokens and statistic and known is None:
         known = calibrate(source, tokens, statistics={statistic})
@@ -214,7 +213,7 @@ class CompressionRun:
         """
         source, method, moments = self.source, self.method, self.moments
         self.options = rank_options(source, method, self.folder and self.folder.times)
-        check(self.options, method)  # what cannot be reached is said at once
+        self.options.check(method)  # what cannot be reached is said at once
         self.gradients = gradients_of(source, method, self.tokens, self.folder)
         if moments is None and (first := of_dense(source, method)):
             statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first

@@ -30,7 +30,7 @@ from .allocation import LEAST, Lost, Measured, RankCosts, expected_loss, guessed
 from .calibration.store import MomentStore
 from .compression.budget import RankOptions, rank_options
 from .compression.importance import DenseMeasures, gradients_of, needed
-from .compression.plan import allocate_ranks, check
+from .compression.plan import allocate_ranks
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
@@ -167,7 +167,7 @@ class LossCurve:
 
     def _compute(self, sparsity: float) -> float:
         try:
-            check(self.options, replace(self.method, sparsity=sparsity))
+            self.options.check(replace(self.method, sparsity=sparsity))
         except OptionError:
             return math.inf
         found = self._added_up(sparsity)

@@ -12,7 +12,6 @@ from ..allocation import (
     Uniform,
     allocate,
     averages,
-    check_reachable,
     tensor_bytes,
     to_remove,
     unique_parameters,
@@ -130,11 +129,6 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
         step = min(unit.sizes[place + 1] - unit.sizes[place] for unit, place in places)
         reason = f"the smallest step between two ranks is {step / counted:.1%}"
     return f"{removed / counted:.1%} is removed, more than the {asked / counted:.1%} asked for: {reason}"
-
-
-def check(options: RankOptions, method: Method) -> None:
-    """Raise :class:`OptionError` where the sparsity cannot be reached, whatever is measured."""
-    check_reachable(options.priced, method, options.counted)
 
 
 def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ...]:
