@@ -262,19 +262,27 @@ def _fp32_parts(x: Tensor, rows: int) -> list[Tensor]:
 
 
 class VectorMoment:
-    """Accumulates :class:`Moment` of rows."""
+    """Accumulates :class:`Moment` of rows, whose first ones show how wide they are and where they lie."""
 
-    def __init__(self, width: int, device: torch.device, *, absolute: bool = False):
+    def __init__(self, *, absolute: bool = False):
         self.count = 0
-        where = accumulator(device)
-        self.total = torch.zeros(width, dtype=torch.float64, device=where)
-        self.absolute = torch.zeros_like(self.total) if absolute else None
-        self.second = torch.zeros(width, width, dtype=torch.float64, device=where)
-        self._sums, self._rows = upper_tiles(width, device), 0  # not yet in `second`, and of how many rows
+        self.total = self.second = torch.zeros(())
+        self.absolute = torch.zeros(()) if absolute else None
+        self._sums: list[Tensor] = []  # not yet in `second`
+        self._rows = 0  # of how many rows these are
+
+    def _begin(self, width: int, device: torch.device) -> None:
+        self.total = torch.zeros(width, dtype=torch.float64, device=accumulator(device))
+        self.second = self.total.new_zeros(width, width)
+        if self.absolute is not None:
+            self.absolute = torch.zeros_like(self.total)
+        self._sums = upper_tiles(width, device)
 
     def add(self, x: Tensor) -> None:
         """Add ``x`` ``(..., N)``."""
         x = x.detach().flatten(0, -2)
+        if not self._sums:
+            self._begin(x.shape[1], x.device)
         self.count += len(x)
         self.total += x.sum(0, dtype=torch.float32).to(self.total.device)
         if self.absolute is not None:
