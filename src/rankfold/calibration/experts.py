@@ -43,7 +43,7 @@ class _Caught(Observer):
 
     def finish(self) -> Moment:
         rows = torch.cat(self.rows)
-        return Moment(len(rows), None, None, None, rows)
+        return Moment(len(rows), rows=rows)
 
 
 class ExpertInputs(_Caught):
@@ -159,4 +159,4 @@ def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
     for rows, w in parts:
         sums.add(rows)
         total = total + wide(w @ rows)
-    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)
+    return Moment(weights.double().square().sum().item(), total, second=sums.finish().second)

@@ -71,7 +71,7 @@ class WeightGradient:
         self.sequences += sequences
 
     def finish(self) -> Moment:
-        return Moment(self.sequences, self.total, None, None)
+        return Moment(self.sequences, self.total)
 
     @staticmethod
     def numbers(out: int, wide: int) -> int:

@@ -33,9 +33,9 @@ class Moment:
     """Sums over ``count`` observations of a vector ``x`` (or of one per head); ``None`` for those not asked for."""
 
     count: float
-    total: Tensor | Any  # (..., N) sum of x
-    absolute: Tensor | Any  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
-    second: Tensor | Any  # (..., N, N) sum of x x^T
+    total: Tensor | Any = None  # (..., N) sum of x
+    absolute: Tensor | Any = None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
+    second: Tensor | Any = None  # (..., N, N) sum of x x^T
     rows: Tensor | Any = None  # (n, N) observations themselves, where a method iterates on them
     # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
     windows: Tensor | Any = None
@@ -353,7 +353,7 @@ class Samples:
 
     def finish(self) -> Moment:
         rows = torch.cat(self.rows)
-        return Moment(len(rows), None, None, None, rows)
+        return Moment(len(rows), rows=rows)
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ class HeadMoment:
         self.second = self.second + grams.to(where).double().sum(0)
 
     def finish(self) -> Moment:
-        return Moment(self.count, self.total, None, self.second)
+        return Moment(self.count, self.total, second=self.second)
 
 
 def check_finite(moments: BlockMoments, block: str, what: str = "activations") -> None:

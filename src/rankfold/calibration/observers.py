@@ -122,7 +122,7 @@ class EnergyObserver(Observer):
         self.rows += batch.hidden.shape[0] * batch.hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, torch.cat(self.totals), None, None)
+        return Moment(self.rows, torch.cat(self.totals))
 
 
 class SamplesObserver(Observer):

@@ -111,7 +111,7 @@ class InfluenceObserver(Observer):
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total.cpu(), None, None)
+        return Moment(self.rows, self.total.cpu())
 
 
 class ChangeObserver(Observer):
@@ -127,4 +127,4 @@ class ChangeObserver(Observer):
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total.cpu(), None, None)
+        return Moment(self.rows, self.total.cpu())

@@ -151,7 +151,7 @@ class MoDeGPT(MeasurableMethod):
 
     def sum_up(self, blocks: Iterable[BlockMoments]) -> BlockMoments:
         costs = [relative_cost(moments["query_key"].second) for moments in blocks if "query_key" in moments]
-        return {OF_MODEL: Moment(1.0, None, None, reduce(add, costs))} if self.head_dim and costs else {}
+        return {OF_MODEL: Moment(1.0, second=reduce(add, costs))} if self.head_dim and costs else {}
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention
