@@ -9,7 +9,7 @@ from .._utils.files import sync_files, write_json, write_tensors
 from .._utils.sizes import plural
 from ..errors import CheckpointError
 from ..models.tokenizer import copy_file, save_tokenizer
-from ..models.weights import untied_state
+from ..models.weights import tensor_bytes_in, untied_state
 
 
 class Shards:
@@ -39,8 +39,7 @@ class Shards:
             path = self.path(index)
             with safe_open(path, framework="pt") as handle:
                 weight_map |= dict.fromkeys(handle.keys(), path.name)
-            with path.open("rb") as file:
-                size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+            size += tensor_bytes_in(path)
         write_json(
             self.folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},

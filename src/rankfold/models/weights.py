@@ -102,7 +102,7 @@ class Weights(TensorReader):
     def bytes_on_disk(self) -> int:
         """Size of the files without their headers, which grow with names, not with weights."""
         files = {part.file for place in self.places.values() for part in place.parts}
-        return sum(file.stat().st_size - _header_bytes(file) for file in files)
+        return sum(map(tensor_bytes_in, files))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -225,10 +225,10 @@ def _open(file: Path):
         return safe_open(file, framework="pt")
 
 
-def _header_bytes(file: Path) -> int:
-    """Count the bytes before the tensors of a safetensors file: eight that hold a length, and a JSON of that length."""
+def tensor_bytes_in(file: Path) -> int:
+    """Count the bytes of a safetensors file behind its header: eight that hold a length, and a JSON of that length."""
     with file.open("rb") as handle:
-        return 8 + int.from_bytes(handle.read(8), "little")
+        return file.stat().st_size - 8 - int.from_bytes(handle.read(8), "little")
 
 
 def _places(folder: Path) -> dict[str, Place]:
