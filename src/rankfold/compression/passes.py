@@ -26,7 +26,7 @@ def forward(view: BlockView, length: int, until: str = "end") -> Operations:
     Args:
         until: ``attention``, ``mlp`` or ``end``.
     """
-    attention, width = view.attention, view.attention.output.weight.shape[0]
+    attention, width = view.attention, view.width
     sent = attention.heads * attention.head_dim
     experts, mlp = view.experts, view.mlp
     passive = (experts.count - experts.active) * experts.parameters_at(experts.hidden) if experts else 0
@@ -57,7 +57,7 @@ def _end(statistics: set[str]) -> str:
 
 def moments(view: BlockView, statistics: set[str]) -> Operations:
     """Count the products of the second moments of a block."""
-    attention, width = view.attention, view.attention.output.weight.shape[0]
+    attention, width = view.attention, view.width
     hidden, sent = (view.mlp.hidden if view.mlp else 0), attention.heads * attention.head_dim
     experts = view.experts
     found: Operations = Counter()
