@@ -72,7 +72,7 @@ def errors(batches: list[torch.Tensor], ridge: float, settings: dict[str, int]) 
     found = {}
     for name, limit in settings.items():
         precision.FP32_ROWS = limit
-        moment = precision.VectorMoment(rows.shape[1], rows.device)
+        moment = precision.VectorMoment()
         for batch in batches:
             moment.add(batch)
         found[name] = (torch.linalg.eigvalsh(moment.finish().second - exact).abs().max() / unit).item()

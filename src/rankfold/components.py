@@ -15,8 +15,7 @@ from ._utils.processes import from_first, on_first
 from ._utils.stopwatch import timed_run
 from .architectures import PARTS
 from .checkpoint.run import RunFolder
-from .compression.budget import rank_options
-from .compression.plan import check
+from .compression.budget import check_by_shapes
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
@@ -137,14 +136,13 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
     source, method, tokens = given
     check_request(method, tokens, None, mode, output)
     check_fits(tokens.ids, validated(source))
-    if not method.budget.is_timed:  # which takes measuring
-        check(rank_options(source, method), method)
+    check_by_shapes(source, method)
 
 
 def _identity(components: list[_Given], mode: str) -> dict[str, Any]:
     """Return the identity of the last component, with that of the one before it in it, and so on."""
     *before, last = components
-    mine = run_identity(last.source, last.method, last.tokens.describe(), mode)
+    mine = run_identity(*last, None, mode)
     return mine | ({"before": _identity(before, mode)} if before else {})
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -46,7 +47,6 @@ from .compression.output import BlockWriter, FolderWriter, MemoryWriter, NoWrite
 from .compression.plan import (
     allocate_ranks,
     build_plan,
-    check,
     divergence_for_stock,
     kept_blocks,
     measuring_memory,
@@ -115,7 +115,7 @@ def plan(
     validated(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
     options = rank_options(source, method)
-    check(options, method)
+    options.check(method)
     known, statistic = moments, method.allocation.statistic
     if tokens and statistic and known is None:
         known = calibrate(source, tokens, statistics={statistic})
@@ -152,14 +152,31 @@ def compress(
         goal: what the sparsity of the method was chosen for, for the record.
     """
     mode = check_request(method, tokens, moments, mode, output)
-    calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
+    identity = from_first(lambda: run_identity(validated(source), method, tokens, moments, mode))
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
         result = CompressionRun(source, method, tokens, moments, identity, folder, goal).carry_out(on_plan)
     if source.streamed or source.bytes_on_disk is None:  # not one that was read whole: it would stay in memory
         result.dense = source
     return result
+
+
+def compress_once(
+    source: DenseModel,
+    method: Method,
+    tokens: CalibrationData | None,
+    output: Path | None,
+    *,
+    moments: MomentStore | None,
+    mode: str,
+    **others: Any,
+) -> CompressionResult:
+    """As :func:`compress`; what an earlier call with the same has finished in the folder is read back."""
+    if output and from_first(
+        lambda: RunFolder(output, run_identity(validated(source), method, tokens, moments, mode)).published
+    ):
+        return CompressionResult.of_folder(output, device=str(source.device))
+    return compress(source, method, tokens, output, moments=moments, mode=mode, **others)
 
 
 @dataclasses.dataclass
@@ -196,7 +213,7 @@ class CompressionRun:
         """
         source, method, moments = self.source, self.method, self.moments
         self.options = rank_options(source, method, self.folder and self.folder.times)
-        check(self.options, method)  # what cannot be reached is said at once
+        self.options.check(method)  # what cannot be reached is said at once
         self.gradients = gradients_of(source, method, self.tokens, self.folder)
         if moments is None and (first := of_dense(source, method)):
             statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first

@@ -28,10 +28,9 @@ from ._utils.present import present
 from ._utils.processes import from_first, is_first, on_first
 from .allocation import LEAST, Lost, Measured, RankCosts, expected_loss, guessed_loss, next_sparsity
 from .calibration.store import MomentStore
-from .checkpoint.run import RunFolder
 from .compression.budget import RankOptions, rank_options
 from .compression.importance import DenseMeasures, gradients_of, needed
-from .compression.plan import allocate_ranks, check
+from .compression.plan import allocate_ranks
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
@@ -39,7 +38,6 @@ from .errors import DataError, OptionError, UnsupportedModelError, option
 from .methods import Method
 from .models.dense_model import DenseModel
 from .report.goal import Goal, check_quality, kept_quality
-from .report.identity import run_identity
 from .report.plan import Plan
 from .report.record import NAME
 
@@ -97,8 +95,8 @@ def compress_to_keep(
             predicted = math.exp(-expected_loss(curve, runs, sparsity)) if curve.costs or runs else None
             asked = Goal("keep_quality", keep_quality, predicted, tuple(earlier))
             folder = place.of_run(sparsity) if place else None
-            how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": asked}
-            result = _run(source, replace(method, sparsity=sparsity), tokens, folder, how)
+            how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": asked}
+            result = pipeline.compress_once(source, replace(method, sparsity=sparsity), tokens, folder, **how)
             got = kept_quality(result.record["held_out"])
             seconds += result.record["run"]["seconds"]["total"]  # also of one that an earlier search did
             runs.append(Lost(sparsity, -math.log(got)))
@@ -169,7 +167,7 @@ class LossCurve:
 
     def _compute(self, sparsity: float) -> float:
         try:
-            check(self.options, replace(self.method, sparsity=sparsity))
+            self.options.check(replace(self.method, sparsity=sparsity))
         except OptionError:
             return math.inf
         found = self._added_up(sparsity)
@@ -246,18 +244,6 @@ class _Places:
         """Remove all runs."""
         with writing(self.folder):
             shutil.rmtree(self.folder)
-
-
-def _run(
-    source: DenseModel, method: Method, tokens: CalibrationData | None, folder: Path | None, how: dict[str, Any]
-) -> CompressionResult:
-    """Compress at a sparsity, or read what an earlier search did."""
-    calibration = tokens.describe() if tokens else present(how["moments"]).identity["tokens"]
-    if folder and from_first(
-        lambda: RunFolder(folder, run_identity(source, method, calibration, how["mode"])).published
-    ):
-        return CompressionResult.of_folder(folder, device=str(source.device))
-    return pipeline.compress(source, method, tokens, folder, **how)
 
 
 def _allowed_loss(

@@ -39,7 +39,7 @@ def draw(*shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
 
 
 def streamed(batches) -> Moment:
-    moment = VectorMoment(batches[0].shape[-1], CPU, absolute=True)
+    moment = VectorMoment(absolute=True)
     for batch in batches:
         moment.add(batch)
     return moment.finish()
@@ -72,7 +72,7 @@ def test_leading_dimensions_are_rows():
 
 def test_sums_over_many_batches_do_not_lose_small_ones():
     """fp32 sums of 2^30 would not move for another 1."""
-    moment = VectorMoment(1, CPU, absolute=True)
+    moment = VectorMoment(absolute=True)
     large, ones = torch.zeros(FP32_ROWS, 1), torch.ones(FP32_ROWS // 2, 1)
     large[0] = 2.0**15
     for batch in (large, ones, ones):
@@ -85,7 +85,7 @@ def test_one_large_batch_is_summed_like_small_ones():
     """No fp32 sum covers more rows than small batches would give it: here one would lose every row after the first."""
     x, t = torch.ones(3 * FP32_ROWS + 5, 1), torch.ones(3 * FP32_ROWS + 5, 1)
     x[0] = t[0] = 2.0**15
-    moment, sums = VectorMoment(1, CPU), CrossSums()
+    moment, sums = VectorMoment(), CrossSums()
     moment.add(x[:7])  # so that a sum is under way when the large batch comes
     moment.add(x[7:])
     sums.add(x[:7], t[:7])
@@ -224,7 +224,7 @@ def test_within_windows_is_the_mean_of_their_covariances():
 def test_sums_in_fp32_are_of_few_rows(monkeypatch):
     """Behind 2^27 in fp32 a 4 is lost, so what was summed by then lies in fp64."""
     monkeypatch.setattr(moments, "FP32_ROWS", 8)
-    vector = moments.VectorMoment(1, torch.device("cpu"))
+    vector = moments.VectorMoment()
     for value in (4096.0, 4096.0, 1.0, 1.0, 1.0):
         vector.add(torch.full((4, 1), value))
     assert vector.finish().second.item() == 8 * 2**24 + 12

@@ -75,9 +75,9 @@ def test_a_checkpoint_that_computes_something_else_is_not_finished(tmp_path, mon
     """Names and shapes agree; one matrix is another."""
     keep = BlockFiles.save_block
 
-    def damage(self, index, place, prefix, module, dtype, result):
+    def damage(self, index, module, dtype, result):
         state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        keep(self, index, place, prefix, module, dtype, result)
+        keep(self, index, module, dtype, result)
         module.load_state_dict(state | {"mlp.down_proj.weight": state["mlp.down_proj.weight"].flip(0)})
 
     monkeypatch.setattr(BlockFiles, "save_block", damage)

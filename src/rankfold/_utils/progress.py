@@ -122,10 +122,9 @@ class _Log:
 _log: _Log | None = None  # of the run under way
 
 
-def track(items: Iterable[T], label: str, total: int | None = None, **about: Any) -> Generator[T]:
-    """Iterate over ``items`` and show progress; ``total``: where they have no length, ``about``: see :class:`Steps`."""
-    total = len(items) if total is None and isinstance(items, Sized) else total
-    with count_steps(label, total, **about) as advance:
+def track(items: Iterable[T], label: str, **about: Any) -> Generator[T]:
+    """Iterate over ``items`` and show progress; ``about``: see :class:`Steps`."""
+    with count_steps(label, len(items) if isinstance(items, Sized) else None, **about) as advance:
         for item in items:
             yield item
             advance()

@@ -75,6 +75,16 @@ class BlockView:
         return replace(self, module=copy.deepcopy(self.module).to("cpu"), inv_freq=frequencies)
 
     @property
+    def width(self) -> int:
+        """Numbers of a token in the residual stream, D."""
+        return self.attention.output.weight.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units of its MLP; where none is shown as many as most have, for estimates."""
+        return self.mlp.hidden if self.mlp else 4 * self.width
+
+    @property
     def attention(self) -> AttentionView:
         spec, found = self.architecture.attention_of(self.module), self.architecture.cached
         if found is not None:

@@ -37,8 +37,8 @@ def sweep_memory(source, tokens: int) -> int:
     """Estimate of what a sweep over so many tokens holds beside the block, in bytes: what enters every block and the
     gradient behind one; then the logits of some positions, or the graph of one block and batch."""
     view = source.meta_block(0)
-    width = view.attention.output.weight.shape[0]
-    hidden = view.mlp.hidden if view.mlp else 4 * width
+    width = view.width
+    hidden = view.hidden
     item = (source.autocast or source.compute_dtype).itemsize
     batch = min(tokens, batch_tokens(source))
     graph = 4 * batch * (12 * width + 7 * hidden)  # the input of the down projection for what watches its gradient

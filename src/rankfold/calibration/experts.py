@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..architectures import ExpertsView, Norm
 from ..modules.experts import activation_of, sent_rows
-from .moments import BlockMoments, Moment, VectorMoment
+from .moments import BlockMoments, Moment, VectorMoment, wide
 from .observers import Observer, rms
 
 INPUT, ROUTING = "experts_input", "experts_routing"
@@ -43,7 +43,7 @@ class _Caught(Observer):
 
     def finish(self) -> Moment:
         rows = torch.cat(self.rows)
-        return Moment(len(rows), None, None, None, rows)
+        return Moment(len(rows), rows=rows)
 
 
 class ExpertInputs(_Caught):
@@ -155,11 +155,8 @@ def energies(parts: Iterator[tuple[Tensor, Tensor]], centre: Tensor | None, *mat
 
 def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
     """Of weighted rows, some of which come at a time with their weights."""
-    sums: Any = None
+    sums, total = VectorMoment(), torch.zeros(())
     for rows, w in parts:
-        if sums is None:
-            sums = VectorMoment(rows.shape[1], rows.device)
-            total = torch.zeros_like(sums.total)
         sums.add(rows)
-        total += (w @ rows).to(total)
-    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)
+        total = total + wide(w @ rows)
+    return Moment(weights.double().square().sum().item(), total, second=sums.finish().second)

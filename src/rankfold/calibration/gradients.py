@@ -9,7 +9,7 @@ loss is that of the tokens of the text and not of tokens drawn from the model (K
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,11 @@ class OutputGradient:
     """
 
     def __init__(self, layer: nn.Module, norm: Norm | None = None):
-        self.layer, self.norm = layer, norm
-        self.sums: VectorMoment | Any = None  # made with the first batch
+        self.layer, self.norm, self.sums = layer, norm, VectorMoment()
 
     def add(self, x: Tensor, g: Tensor) -> None:
         if self.norm is not None:
             g = g.float() * rms_behind(self.layer, x, self.norm)
-        if self.sums is None:
-            self.sums = VectorMoment(g.shape[-1], g.device)
         self.sums.add(g)
 
     def finish(self) -> Moment:
@@ -74,7 +71,7 @@ class WeightGradient:
         self.sequences += sequences
 
     def finish(self) -> Moment:
-        return Moment(self.sequences, self.total, None, None)
+        return Moment(self.sequences, self.total)
 
     @staticmethod
     def numbers(out: int, wide: int) -> int:

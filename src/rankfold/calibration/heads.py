@@ -148,4 +148,4 @@ class ProductObserver(Observer):
             self.pairs += samples * float(length) ** 2
 
     def finish(self) -> Moment:
-        return Moment(self.pairs, None, None, self.second)
+        return Moment(self.pairs, second=self.second)

@@ -33,9 +33,9 @@ class Moment:
     """Sums over ``count`` observations of a vector ``x`` (or of one per head); ``None`` for those not asked for."""
 
     count: float
-    total: Tensor | Any  # (..., N) sum of x
-    absolute: Tensor | Any  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
-    second: Tensor | Any  # (..., N, N) sum of x x^T
+    total: Tensor | Any = None  # (..., N) sum of x
+    absolute: Tensor | Any = None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
+    second: Tensor | Any = None  # (..., N, N) sum of x x^T
     rows: Tensor | Any = None  # (n, N) observations themselves, where a method iterates on them
     # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
     windows: Tensor | Any = None
@@ -262,19 +262,27 @@ def _fp32_parts(x: Tensor, rows: int) -> list[Tensor]:
 
 
 class VectorMoment:
-    """Accumulates :class:`Moment` of rows."""
+    """Accumulates :class:`Moment` of rows, whose first ones show how wide they are and where they lie."""
 
-    def __init__(self, width: int, device: torch.device, *, absolute: bool = False):
+    def __init__(self, *, absolute: bool = False):
         self.count = 0
-        where = accumulator(device)
-        self.total = torch.zeros(width, dtype=torch.float64, device=where)
-        self.absolute = torch.zeros_like(self.total) if absolute else None
-        self.second = torch.zeros(width, width, dtype=torch.float64, device=where)
-        self._sums, self._rows = upper_tiles(width, device), 0  # not yet in `second`, and of how many rows
+        self.total = self.second = torch.zeros(())
+        self.absolute = torch.zeros(()) if absolute else None
+        self._sums: list[Tensor] = []  # not yet in `second`
+        self._rows = 0  # of how many rows these are
+
+    def _begin(self, width: int, device: torch.device) -> None:
+        self.total = torch.zeros(width, dtype=torch.float64, device=accumulator(device))
+        self.second = self.total.new_zeros(width, width)
+        if self.absolute is not None:
+            self.absolute = torch.zeros_like(self.total)
+        self._sums = upper_tiles(width, device)
 
     def add(self, x: Tensor) -> None:
         """Add ``x`` ``(..., N)``."""
         x = x.detach().flatten(0, -2)
+        if not self._sums:
+            self._begin(x.shape[1], x.device)
         self.count += len(x)
         self.total += x.sum(0, dtype=torch.float32).to(self.total.device)
         if self.absolute is not None:
@@ -345,7 +353,7 @@ class Samples:
 
     def finish(self) -> Moment:
         rows = torch.cat(self.rows)
-        return Moment(len(rows), None, None, None, rows)
+        return Moment(len(rows), rows=rows)
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -379,7 +387,7 @@ class HeadMoment:
         self.second = self.second + grams.to(where).double().sum(0)
 
     def finish(self) -> Moment:
-        return Moment(self.count, self.total, None, self.second)
+        return Moment(self.count, self.total, second=self.second)
 
 
 def check_finite(moments: BlockMoments, block: str, what: str = "activations") -> None:

@@ -62,8 +62,7 @@ class InputObserver(Observer):
     """
 
     def __init__(self, module: nn.Module, *, absolute: bool, windows: bool, norm: Norm | None = None):
-        self.module, self.absolute, self.norm = module, absolute, norm
-        self.sums: VectorMoment | Any = None  # made with the first batch
+        self.module, self.norm, self.sums = module, norm, VectorMoment(absolute=absolute)
         self.windows: list[Tensor] | Any = [] if windows else None
         self.lengths: list[int] = []  # of the windows
         self._entered: Tensor | Any = None  # of this batch; some families flatten it before the layer
@@ -75,8 +74,6 @@ class InputObserver(Observer):
     def _add(self, x: Tensor) -> None:
         if self.norm is not None:
             x = x.float() / rms_behind(self.module, x, self.norm)
-        if self.sums is None:
-            self.sums = VectorMoment(x.shape[-1], x.device, absolute=self.absolute)
         self.sums.add(x)
         if self.windows is not None:
             self._entered = x.detach()
@@ -125,7 +122,7 @@ class EnergyObserver(Observer):
         self.rows += batch.hidden.shape[0] * batch.hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, torch.cat(self.totals), None, None)
+        return Moment(self.rows, torch.cat(self.totals))
 
 
 class SamplesObserver(Observer):

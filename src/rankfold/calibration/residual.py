@@ -77,7 +77,7 @@ class StreamObserver(Observer):
     def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
         self.place, self.middle = place, Middle(view)
         self.centres = present(view.architecture.norms).centres
-        self.sums: VectorMoment | Any = None  # made with the first batch
+        self.sums = VectorMoment()
 
     def hooks(self):
         return self.middle.hooks() if self.place == "middle" else []
@@ -87,8 +87,6 @@ class StreamObserver(Observer):
         x = (self.middle.take(batch.hidden) if x is None else x).float()
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
-        if self.sums is None:
-            self.sums = VectorMoment(x.shape[-1], x.device)
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 
 
@@ -113,7 +111,7 @@ class InfluenceObserver(Observer):
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total.cpu(), None, None)
+        return Moment(self.rows, self.total.cpu())
 
 
 class ChangeObserver(Observer):
@@ -129,4 +127,4 @@ class ChangeObserver(Observer):
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total.cpu(), None, None)
+        return Moment(self.rows, self.total.cpu())

@@ -189,8 +189,8 @@ def batch_tokens(source) -> int:
     if source.device.type == "cpu" or memory is None:
         return BATCH_TOKENS
     view = source.meta_block(0)
-    width = view.attention.output.weight.shape[0]
-    hidden = view.mlp.hidden if view.mlp else 4 * width
+    width = view.width
+    hidden = view.hidden
     per_token = 4 * (8 * width + 4 * hidden)  # bytes: stream, queries, keys, values, up, gate and their fp32 copies
     return min(max(BATCH_TOKENS, memory(source.device)[1] // 8 // per_token), MOST_BATCH_TOKENS)
 

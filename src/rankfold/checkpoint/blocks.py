@@ -1,5 +1,6 @@
 """The finished blocks of a run: one safetensors shard and one report each."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +21,14 @@ class BlockFiles:
 
     Args:
         folder: where they lie, and will be loaded from.
-        blocks: how many the result has.
+        kept: blocks of the dense model that are in the result, ascending.
+        path_of: number of a block in the result -> its path there.
     """
 
-    def __init__(self, folder: Path, blocks: int):
-        self.folder, self.shards = folder, Shards(folder, blocks)
+    def __init__(self, folder: Path, kept: tuple[int, ...], path_of: Callable[[int], str]):
+        self.folder, self.shards = folder, Shards(folder, len(kept))
+        # Of the dense model's block: its number in the result, and what the names of its tensors begin with there.
+        self.places = {index: (place, f"{path_of(place)}.") for place, index in enumerate(kept)}
 
     def __contains__(self, index: int) -> bool:
         return self._report(index).exists()  # written after the shard
@@ -36,46 +40,37 @@ class BlockFiles:
     def _report(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.json"
 
-    def save_block(
-        self, index: int, place: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult
-    ) -> None:
-        """Make one finished block durable.
+    def save_block(self, index: int, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
+        """Make a finished block of the dense model durable; of one that is removed there is the report only."""
+        if index in self.places:
+            self._save_tensors(index, module, dtype, result)
+        changed = [name for name in result.state if not name.startswith(_inside(result))]  # in modules that are kept
+        write_json(self._report(index), {"modules": result.modules, "changed": changed, "reports": result.reports})
 
-        Args:
-            index: in the dense model.  place, prefix: number and path in the result.
-        """
-        state = {f"{prefix}.{name}": as_written(name, tensor, dtype) for name, tensor in module.state_dict().items()}
-        beside = {name: state.pop(f"{prefix}.{name}") for name in tied_weights(module)}
+    def _save_tensors(self, index: int, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
+        place, prefix = self.places[index]
+        state = {prefix + name: as_written(name, tensor, dtype) for name, tensor in module.state_dict().items()}
+        beside = {name: state.pop(prefix + name) for name in tied_weights(module)}
         self.shards.write(place, state)
         beside |= {"basis": result.basis} if result.basis is not None else {}
         if beside:
             write_tensors(self._basis(index), beside, {"format": "pt"})
-        self.save_report(index, result)
 
-    def save_report(self, index: int, result: BlockResult) -> None:
-        """Note that a block is done; all there is of one that is removed."""
-        changed = [name for name in result.state if not name.startswith(_inside(result))]  # in modules that are kept
-        write_json(self._report(index), {"modules": result.modules, "changed": changed, "reports": result.reports})
-
-    def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
-        """Read a finished block; arguments as for :meth:`save_block`."""
-        found, changed = self._load_report(index)
+    def load_block(self, index: int) -> BlockResult:
+        """Read a finished block of the dense model."""
+        facts = read_json(self._report(index), self.folder)
+        found = BlockResult(facts["modules"], {}, facts["reports"])
+        if index not in self.places:
+            return found
+        place, prefix = self.places[index]
         state = read_tensors(self.shards.path(place), self.folder)
-        state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         beside = read_tensors(self._basis(index), self.folder) if self._basis(index).exists() else {}
         basis = beside.pop("basis", None)
         state |= beside
-        kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
+        inside, changed = _inside(found), set(facts["changed"])
+        kept = {name: tensor for name, tensor in state.items() if name.startswith(inside) or name in changed}
         return replace(found, state=kept, basis=basis)
-
-    def load_report(self, index: int) -> BlockResult:
-        """Read a finished block without its tensors."""
-        return self._load_report(index)[0]
-
-    def _load_report(self, index: int) -> tuple[BlockResult, set[str]]:
-        """And the tensors that changed in modules that are kept."""
-        facts = read_json(self._report(index), self.folder)
-        return BlockResult(facts["modules"], {}, facts["reports"]), set(facts["changed"])
 
     def check(self, config, source) -> PreTrainedModel:
         """Return the empty model that the config describes, once names and shapes on the disk are its own.

@@ -9,6 +9,7 @@ from .._utils.files import sync_files, write_json, write_tensors
 from .._utils.sizes import plural
 from ..errors import CheckpointError
 from ..models.tokenizer import copy_file, save_tokenizer
+from ..models.weights import tensor_bytes_in, untied_state
 
 
 class Shards:
@@ -38,8 +39,7 @@ class Shards:
             path = self.path(index)
             with safe_open(path, framework="pt") as handle:
                 weight_map |= dict.fromkeys(handle.keys(), path.name)
-            with path.open("rb") as file:
-                size += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+            size += tensor_bytes_in(path)
         write_json(
             self.folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
@@ -51,8 +51,7 @@ class Shards:
         Raises:
             CheckpointError: they differ.
         """
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+        wanted = {name: tuple(tensor.shape) for name, tensor in untied_state(model).items()}
         found = {}
         for index in range(self.blocks + 1):
             with safe_open(self.path(index), framework="pt") as handle:

@@ -21,16 +21,13 @@ from ..modules import attach
 from .load import described, empty_model, is_known, match_names
 
 
-def open_streamed(
-    model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
-) -> DenseModel:
+def open_streamed(model: str | Path, *, dtype: str = "auto", device: str = "auto") -> DenseModel:
     """Open a model whose blocks are read one at a time, in the dtype in which :func:`~.load.load_model` holds them.
 
     Args:
         model: hub id (``owner/name``, or ``owner/name@revision``) or folder, compressed by rankfold or dense.
         dtype: ``auto`` (as stored) or a dtype.
         device: where blocks run.
-        revision: of a hub id: branch, tag or commit.
 
     Raises:
         OptionError: it can be read as a whole only: a ``.gguf`` file, or weights under other names than the model's.
@@ -38,7 +35,7 @@ def open_streamed(
         CheckpointError: it does not hold what its config describes.
         NumericsError: a weight around the blocks is NaN or infinite (named).
     """
-    (path, weights), where = resolve_model(model, revision), resolve_device(device)
+    (path, weights), where = resolve_model(model), resolve_device(device)
     whole = f"leave {option('stream')} out"
     if weights is None:
         raise OptionError(f"{model} is a GGUF file, which is read as a whole; {whole}")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ..report.outcomes import excess_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .plain import Plain
 
 
@@ -28,6 +30,16 @@ def emit(result: dict, as_json: bool, human) -> None:
         print(json.dumps(result, allow_nan=False))  # escaped: not every terminal, and no lone surrogate, is UTF-8
     else:
         human(plain(sys.stdout))
+
+
+def table_of(rows: list[dict[str, str]]) -> "Table":
+    """Return a table of rows that have the same columns."""
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def result_of(record: dict) -> dict:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -11,9 +11,6 @@ from ..errors import written
 from ..methods import METHODS, make_method, method_class, method_names
 from . import common as c
 from . import options as o
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|$))*)", re.MULTILINE)  # an entry of a docstring's list
 SENTENCE_END = re.compile(r"(?<!\bApp)(?<!\bSec)(?<!\bEq)\. ")
@@ -35,21 +32,12 @@ def command(
     """
     if name is not None:
         rows = options_of(name)
-        return c.emit({"method": name, "options": rows}, json, lambda out: _print(rows, out))
+        return c.emit({"method": name, "options": rows}, json, lambda out: out.print(c.table_of(rows)))
     rows = [
         {"method": name, "what it does": entry.summary, "paper": f"arXiv:{entry.paper}" if entry.paper else ""}
         for name, entry in METHODS.items()
     ]
-    c.emit({"methods": rows}, json, lambda out: _print(rows, out))
-
-
-def _print(rows: list[dict[str, str]], out: "Console") -> None:
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*row.values())
-    out.print(table)
+    c.emit({"methods": rows}, json, lambda out: out.print(c.table_of(rows)))
 
 
 def options_of(name: str) -> list[dict[str, str]]:

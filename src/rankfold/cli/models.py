@@ -35,16 +35,7 @@ def command(
     if model is not None:
         return _one(o.at_revision(model, revision), component, json)
     rows = rows_of_models()
-
-    def table(out) -> None:
-        from rich.table import Table
-
-        grid = Table(*rows[0])
-        for row in rows:
-            grid.add_row(*row.values())
-        out.print(grid)
-
-    c.emit({"models": rows}, json, table)
+    c.emit({"models": rows}, json, lambda out: out.print(c.table_of(rows)))
 
 
 def _one(model: str, part: str | None, json: bool) -> None:

@@ -20,9 +20,8 @@ from .._utils.sizes import plural
 from ..allocation import unique_parameters
 from ..calibration.store import MomentStore
 from ..checkpoint.load import load_model
-from ..compression.budget import rank_options
+from ..compression.budget import check_by_shapes
 from ..compression.importance import available, needed
-from ..compression.plan import check
 from ..data.calibration_data import CalibrationData
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
@@ -133,8 +132,7 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     for cell in cells:
         try:
             cell.method.supported_modules(source.architecture, source.meta_block(0))
-            if not cell.method.budget.is_timed:  # which is measured, not told from shapes
-                check(rank_options(source, cell.method), cell.method)
+            check_by_shapes(source, cell.method)
         except RankfoldError as error:
             found[cell.key] = error
     return found

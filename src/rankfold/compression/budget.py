@@ -48,6 +48,10 @@ class RankOptions(NamedTuple):
         )
         return self._replace(units=units, priced=priced, experts=[], priced_experts=[])
 
+    def check(self, method: Method) -> None:
+        """Raise :class:`OptionError` where the sparsity cannot be reached, whatever is measured."""
+        check_reachable(self.priced, method, self.counted)
+
 
 def _with_experts(units: list[PrunableModule], experts: list[PrunableModule], level: Level) -> list[PrunableModule]:
     """Size the widths of experts for those that stay; what goes with the others is a module that is not chosen."""
@@ -103,6 +107,13 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
     return RankOptions(units, weights, priced, counted, counts | facts, experts, priced_experts)
 
 
+def check_by_shapes(source: DenseModel, method: Method) -> None:
+    """Raise :class:`OptionError` where the sparsity cannot be reached; of a budget in time nothing is known before it
+    is measured."""
+    if not method.budget.is_timed:
+        rank_options(source, method).check(method)
+
+
 def method_of_size(source: DenseModel, method: Method, target_size: int | str | None) -> Method:
     """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``,
     ``budget="bytes"``.
@@ -140,7 +151,7 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
     method = replace(method, sparsity=(dense - size) / weights, scope="model", budget=Bytes())
     options = rank_options(source, method)
     try:
-        check_reachable(options.priced, method, options.counted)
+        options.check(method)
     except OptionError as error:
         raise OptionError(
             f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}, "

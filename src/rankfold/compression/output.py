@@ -102,25 +102,18 @@ class FolderWriter(BlockWriter):
     def __init__(self, source: DenseModel, folder: RunFolder, kept: tuple[int, ...]):
         super().__init__(source, kept)
         self.folder, self.probe = folder, Probe(source)
-        self.files = BlockFiles(folder.path, len(kept))
+        self.files = BlockFiles(folder.path, kept, source.architecture.path_of)
         self._writer = ThreadPoolExecutor(max_workers=1) if source.overlaps else None
         self._writing: Future[None] | None = None
 
     def load(self, index: int) -> BlockResult | None:
-        if index not in self.files:
-            return None
-        if index not in self.kept:
-            return self.files.load_report(index)
-        return self.files.load_block(index, self.kept.index(index), self.path(index))
+        return self.files.load_block(index) if index in self.files else None
 
     @time_spent("writing")
     def keep(self, view: BlockView, result: BlockResult) -> None:
         """Make a block durable; where writing overlaps, while the next one is computed."""
         self.folder.keep_seconds()
-        if view.index not in self.kept:
-            return self.files.save_report(view.index, result)
-        place, path = self.kept.index(view.index), self.path(view.index)
-        block = (view.index, place, path, view.module, self.source.dtype, result)
+        block = (view.index, view.module, self.source.dtype, result)
         if self._writer is None:
             return self.files.save_block(*block)
         self._written()

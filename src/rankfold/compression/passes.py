@@ -27,7 +27,7 @@ def forward(view: BlockView, length: int, until: Place = "end") -> Operations:
     Args:
         until: one of :data:`rankfold.calibration.statistics.PLACES`.
     """
-    attention, width = view.attention, view.attention.output.weight.shape[0]
+    attention, width = view.attention, view.width
     sent = attention.heads * attention.head_dim
     experts, mlp = view.experts, view.mlp
     passive = (experts.count - experts.active) * experts.parameters_at(experts.hidden) if experts else 0
@@ -55,7 +55,7 @@ def passes(view: BlockView, steps: Iterable[set[str]], length: int, *, step: boo
 
 def moments(view: BlockView, statistics: set[str]) -> Operations:
     """Count the products of the second moments of a block."""
-    attention, width = view.attention, view.attention.output.weight.shape[0]
+    attention, width = view.attention, view.width
     hidden, sent = (view.mlp.hidden if view.mlp else 0), attention.heads * attention.head_dim
     experts = view.experts
     found: Operations = Counter()

@@ -12,7 +12,6 @@ from ..allocation import (
     Uniform,
     allocate,
     averages,
-    check_reachable,
     tensor_bytes,
     to_remove,
     unique_parameters,
@@ -130,11 +129,6 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
         step = min(unit.sizes[place + 1] - unit.sizes[place] for unit, place in places)
         reason = f"the smallest step between two ranks is {step / counted:.1%}"
     return f"{removed / counted:.1%} is removed, more than the {asked / counted:.1%} asked for: {reason}"
-
-
-def check(options: RankOptions, method: Method) -> None:
-    """Raise :class:`OptionError` where the sparsity cannot be reached, whatever is measured."""
-    check_reachable(options.priced, method, options.counted)
 
 
 def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ...]:
@@ -275,7 +269,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view = max(views, key=lambda view: (bool(view.mlp or view.experts), _hidden(view)))
     statistics = set().union(*map(method.statistics, views))
-    width, probes = view.attention.output.weight.shape[0], most_tokens(source)
+    width, probes = view.width, most_tokens(source)
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     two = any(STATISTICS[name].two_streams for name in statistics)
     streams = 3 if two else 1
@@ -322,7 +316,7 @@ def measuring_memory(source: DenseModel, statistics: set[str], tokens: int) -> i
     each = [_moment_bytes(view, names, tokens, active) for view, names in zip(views, seen, strict=True)]
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view = max(views, key=_hidden)
-    width, at_once = view.attention.output.weight.shape[0], batch_tokens(source)
+    width, at_once = view.width, batch_tokens(source)
     here = min(tokens, source.offload.held * at_once) if source.offload else tokens
     passing = 4 * min(tokens, at_once) * (8 * width + 3 * _hidden(view))  # all that is observed is held at once
     return int(held + largest + moments * 5 // 4 + samples + passing + here * width * active)
@@ -340,14 +334,12 @@ def _held(source: DenseModel) -> tuple[int, int, int]:
 
 def _hidden(view: BlockView) -> int:
     """Return the hidden units of the MLP of a block, or of one of its experts."""
-    if view.mlp:
-        return view.mlp.hidden
-    return view.experts.hidden if view.experts else 4 * view.attention.output.weight.shape[0]
+    return view.experts.hidden if view.experts and not view.mlp else view.hidden
 
 
 def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:
     """Count bytes of the second moments of a block, of experts one at a time; and of the rows kept beside them."""
-    width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
+    width, hidden = view.width, view.mlp.hidden if view.mlp else 0
     squares = dict.fromkeys(("mlp_hidden", "dense_mlp_hidden"), (hidden, hidden))
     sides = squares | {"mlp_feedback": (width, hidden), "change": (2, 1)}
     moments = sum(

@@ -25,7 +25,7 @@ from .cards import Card
 from .duration import Machine, Rates, timed
 from .importance import of_dense
 from .passes import Operations, compression, forward, passes
-from .plan import Allocated, _peak_memory, allocate_ranks, build_plan, check
+from .plan import Allocated, _peak_memory, allocate_ranks, build_plan
 
 
 def predict(source: Outline, method: Method, calibration: dict[str, Any], card: Card, count: int) -> Plan:
@@ -49,7 +49,7 @@ def predict(source: Outline, method: Method, calibration: dict[str, Any], card: 
         )
     source.memory_bytes = card.bytes
     options = rank_options(source, method)
-    check(options, method)
+    options.check(method)
     allocated, own = _allocated(source, options, method)
     mine = _shared_out(calibration, count)
     the_plan = build_plan(source, method, allocated, {}, mine)

@@ -13,6 +13,7 @@ from ..architectures import Architecture, AttentionView, BlockView, check_stock,
 from ..checkpoint.load import empty_model, facts_of
 from ..errors import UnsupportedModelError
 from ..models.dense_model import DenseModel
+from ..models.weights import tied_names
 from ..modules import install
 from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by
@@ -100,7 +101,7 @@ def plain(config):
 
 def parameters(model: PreTrainedModel) -> int:
     """How many numbers a model has, tied ones counted once; an empty model has two tensors of them."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = tied_names(model)
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
 
 

@@ -83,7 +83,7 @@ def _fitted(unit, view: BlockView, target: Target):
     full, step, least = unit.ranks[-1], target.inner, 1
     if unit.module in HEADS:
         step, least = target.heads, target.least
-    elif full % target.wide == 0 and view.attention.output.weight.shape[0] % target.wide == 0:
+    elif full % target.wide == 0 and view.width % target.wide == 0:
         step = max(step, target.wide)
 
     def allowed(rank: int) -> bool:

@@ -13,7 +13,7 @@ from .._utils.empty import empty_weights
 from ..architectures import copied_config
 from ..errors import UnsupportedModelError
 from .auto_classes import auto_class
-from .weights import listed
+from .weights import listed, tied_names
 
 
 def check_agrees(model: PreTrainedModel) -> None:
@@ -26,7 +26,7 @@ def check_agrees(model: PreTrainedModel) -> None:
         auto = auto_class(config, type(model).__name__)
         outline = auto.from_config(config, attn_implementation="eager", trust_remote_code=False)
     _check_shapes(model, outline, tuple(f"{path}." for path in found.get("modules", ())))
-    _check_tied(model, getattr(outline, "all_tied_weights_keys", None) or {})
+    _check_tied(model, tied_names(outline))
 
 
 def _check_shapes(model: nn.Module, outline: nn.Module, apart: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ def _check_tied(model: PreTrainedModel, wanted: Mapping[str, str]) -> None:
     """Compare which tensors outside the blocks are one: by the config (``wanted``), by what transformers noted when the
     model was made, and by the tensors themselves."""
     state = model.state_dict()
-    noted = getattr(model, "all_tied_weights_keys", None) or {}
+    noted = tied_names(model)
     for name, other in wanted.items():
         if not torch.equal(state[name], state[other]):
             raise UnsupportedModelError(

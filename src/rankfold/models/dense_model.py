@@ -22,7 +22,7 @@ from ..calibration.offload import Offload
 from .devices import autocast_dtype, is_on
 from .fingerprint import fingerprint
 from .processors import Processors
-from .weights import TensorReader, as_computed, as_written, check_finite, is_held
+from .weights import TensorReader, as_computed, as_written, check_finite, is_held, untied_state
 from .whole import read_gguf, read_whole
 
 
@@ -216,7 +216,7 @@ class DenseModel:
         prefix = self.architecture.blocks + "."
         return {
             name: as_written(name, tensor.detach().cpu(), self.dtype)
-            for name, tensor in self._untied_state().items()
+            for name, tensor in untied_state(self.model).items()
             if not name.startswith(prefix)
         }
 
@@ -224,10 +224,5 @@ class DenseModel:
     def fingerprint(self) -> str:
         """Return the digest of the part's config and all weights; the same whatever dtype the result is stored in."""
         read = self.weights.raw if self.weights else None
-        tensors = ((name, read(name) if read else tensor) for name, tensor in sorted(self._untied_state().items()))
+        tensors = ((name, read(name) if read else tensor) for name, tensor in sorted(untied_state(self.model).items()))
         return fingerprint(self.config.to_diff_dict(), tensors)
-
-    def _untied_state(self) -> dict[str, torch.Tensor]:
-        """Return every parameter and saved buffer once, by name."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}

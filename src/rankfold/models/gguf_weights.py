@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from .._utils.present import present
-from .weights import TensorReader, required_names
+from .weights import TensorReader, untied_state
 
 
 class GgufWeights(TensorReader):
@@ -62,7 +62,7 @@ def stream_gguf(file: Path, model: PreTrainedModel) -> GgufWeights | None:
     known = [tensor for tensor in reader.tensors if tensor.name in names]
     tensors = {names[tensor.name]: tensor for tensor in known}
     state = model.state_dict()
-    if len(tensors) < len(known) or set(tensors) != required_names(model):
+    if len(tensors) < len(known) or tensors.keys() != untied_state(model).keys():
         return None
     fits = all(tensor.n_elements == state[name].numel() for name, tensor in tensors.items())
     return GgufWeights(file, tensors, processor) if fits else None

@@ -102,7 +102,7 @@ class Weights(TensorReader):
     def bytes_on_disk(self) -> int:
         """Size of the files without their headers, which grow with names, not with weights."""
         files = {part.file for place in self.places.values() for part in place.parts}
-        return sum(file.stat().st_size - _header_bytes(file) for file in files)
+        return sum(map(tensor_bytes_in, files))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +122,7 @@ class Weights(TensorReader):
                 has.
         """
         self.places = {current(name): place for name, place in self.places.items()}
-        prefix, wanted = model.base_model_prefix, required_names(model)
+        prefix, wanted = model.base_model_prefix, set(untied_state(model))
         found = _renamed(self.places, prefix, wanted)
         if not wanted <= set(found):
             self._check_prefix(wanted)
@@ -180,7 +180,7 @@ class Weights(TensorReader):
                     "download or copy the checkpoint again"
                 )
         held = sum(math.prod(place.shape) for place in self.places.values())
-        needed = sum(state[name].numel() for name in required_names(model))
+        needed = sum(tensor.numel() for tensor in untied_state(model).values())
         if needed > 2 * held:  # what is missing would be made before it is missed
             raise CheckpointError(
                 f"{self.folder} holds {held:,} numbers, and the config describes {needed:,}; correct config.json, or "
@@ -200,8 +200,7 @@ class Weights(TensorReader):
 
     def has_untied(self, model: PreTrainedModel) -> bool:
         """Whether tensors that a model ties are both there, and unequal."""
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        there = [pair for pair in tied.items() if {*pair} <= set(self.places)]
+        there = [pair for pair in tied_names(model).items() if {*pair} <= set(self.places)]
         return any(not torch.equal(*map(self.raw, pair)) for pair in there)
 
     def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,10 +225,10 @@ def _open(file: Path):
         return safe_open(file, framework="pt")
 
 
-def _header_bytes(file: Path) -> int:
-    """Count the bytes before the tensors of a safetensors file: eight that hold a length, and a JSON of that length."""
+def tensor_bytes_in(file: Path) -> int:
+    """Count the bytes of a safetensors file behind its header: eight that hold a length, and a JSON of that length."""
     with file.open("rb") as handle:
-        return 8 + int.from_bytes(handle.read(8), "little")
+        return file.stat().st_size - 8 - int.from_bytes(handle.read(8), "little")
 
 
 def _places(folder: Path) -> dict[str, Place]:
@@ -296,8 +295,16 @@ def missed(model: PreTrainedModel, unused: list[str]) -> list[str]:
     return [name for name in unused if (found := IN_LIST.match(name)) and found[1] in lists]
 
 
-def required_names(model: PreTrainedModel) -> set[str]:
-    return set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", None) or {})
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the name of every tensor that a model ties -> that of the one it is; without what transformers notes when
+    it has made a model nothing is tied."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def untied_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and saved buffer of a model once, by name."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def fill_outer(
@@ -305,12 +312,12 @@ def fill_outer(
 ) -> None:
     """Load what is not in the list of blocks of this name, and tie the head."""
     prefix = f"{blocks}."
-    outer = [name for name in required_names(model) if not name.startswith(prefix)]
+    outer = [name for name in untied_state(model) if not name.startswith(prefix)]
     state = weights.read(sorted(outer), storage_dtype, model.dtype)
     check_finite(state)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    weights.repeat(getattr(model, "all_tied_weights_keys", None) or {})
+    weights.repeat(tied_names(model))
     move_outer(model, blocks, device)
 
 

@@ -159,11 +159,11 @@ class Blockwise:
         outer = [t for m in (self.student, self.teacher) for t in m.model.state_dict().values()]
         around = sum(storages(outer).values())  # a tied head once
         view = self.teacher.meta_block(0)
-        width, item = view.attention.output.weight.shape[0], (self.student.autocast or torch.float32).itemsize
+        width, item = view.width, (self.student.autocast or torch.float32).itemsize
         probes = 0 if self.probes is None else self.probes.numel()
         # In the dense model also between attention and MLP; of held-out text before training, too.
         streams = (3 * self.ids.numel() + 4 * self.unseen.numel() + 3 * probes) * width * item
-        hidden = view.mlp.hidden if view.mlp else 4 * width
+        hidden = view.hidden
         halves = (16 * width, 6 * width + 6 * hidden)  # activations of a batch, kept for the backward pass
         passing = 4 * self.at_once * (sum(halves) if view.middle is None else max(halves))
         return around + streams + max(training + 2 * dense + passing, losses_memory(self.teacher, self.at_once))

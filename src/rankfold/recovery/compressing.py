@@ -8,19 +8,16 @@ A killed run goes on in the half in which it was.
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .. import pipeline
-from .._utils.present import present
-from .._utils.processes import from_first, on_first
+from .._utils.processes import on_first
 from ..calibration.store import MomentStore
-from ..checkpoint.run import RunFolder
-from ..compression.validate_spec import validated
 from ..data.calibration_data import CalibrationData
 from ..errors import UnsupportedModelError
 from ..methods import Method
 from ..models.dense_model import DenseModel
 from ..report.goal import Goal
-from ..report.identity import run_identity
 from ..report.plan import Plan
 from .options import check_processes, check_seed
 from .recover import RecoveryResult, recover
@@ -60,11 +57,8 @@ def compress_and_recover(
     output = Path(output)
     compressed = output.with_name(f"{output.name}.compressed")
     mode = pipeline.check_request(method, tokens, moments, mode, output)
-    calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    if not from_first(
-        lambda: RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published
-    ):
-        pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan, goal=goal)
+    how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": goal}
+    pipeline.compress_once(source, method, tokens, compressed, **how)
     training |= {"minutes": minutes, "device": str(source.device)}
     found = recover(compressed, source, calibration=texts, output=output, **training)
     on_first(lambda: shutil.rmtree(compressed))

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+from .._utils.present import present
 from ..calibration.runner import BATCH_TOKENS, batch_tokens
+from ..calibration.store import MomentStore
 from ..data.calibration_data import CalibrationData
 from ..methods import Method
 from ..models.dense_model import DenseModel
@@ -22,15 +24,21 @@ def moments_identity(source: DenseModel, tokens: CalibrationData, statistics: It
     }
 
 
-def run_identity(source: DenseModel, method: Method, calibration: dict[str, Any], mode: str) -> dict[str, Any]:
-    """Return the identity of a compression: method and options, model, precision, calibration."""
+def run_identity(
+    source: DenseModel, method: Method, tokens: CalibrationData | None, moments: MomentStore | None, mode: str
+) -> dict[str, Any]:
+    """Return the identity of a compression: method and options, model, precision, calibration.
+
+    Args:
+        moments: in place of tokens.
+    """
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in method.describe().items()}
     return {
         "method": options.pop("method"),
         "options": options,
         "mode": mode,
         **_base_model(source),
-        "calibration": calibration,
+        "calibration": tokens.describe() if tokens else present(moments).identity["tokens"],
     }
 
 

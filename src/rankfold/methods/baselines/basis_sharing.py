@@ -98,7 +98,7 @@ class BasisSharing(SVDLLM):
                 summands[f"{module}_weights"] = W.T @ W
                 summands[_pooled(INPUTS[module], centred)] = moment.covariance() if centred else moment.second_moment()
             for name, summand in summands.items():
-                found[name] = Moment(1.0, None, None, found[name].second + summand if name in found else summand)
+                found[name] = Moment(1.0, second=found[name].second + summand if name in found else summand)
         return found
 
     def joined(self, modules: list[PrunableModule], views: Sequence[BlockView]) -> list[PrunableModule]:

@@ -263,7 +263,7 @@ class LatentLLM(NarrowingMethod):
             one += multiplying(side, side, max(slot.out, slot.wide)) + passing(slot.wide**2, 10)
             one = one if slot.copies == 1 else one + _root_work(self.precondition, slot.wide)
             found += times(one, slot.copies)
-        width = view.attention.output.weight.shape[0]
+        width = view.width
         for pair, modules in (("qk", {"q", "k"}), ("vo", {"v", "o"})):
             if pair in joint and modules <= {slot.name for slot in lower}:
                 rows = min(width, view.attention.heads * view.attention.head_dim)

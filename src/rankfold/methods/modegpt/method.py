@@ -151,11 +151,11 @@ class MoDeGPT(MeasurableMethod):
 
     def sum_up(self, blocks: Iterable[BlockMoments]) -> BlockMoments:
         costs = [relative_cost(moments["query_key"].second) for moments in blocks if "query_key" in moments]
-        return {OF_MODEL: Moment(1.0, None, None, reduce(add, costs))} if self.head_dim and costs else {}
+        return {OF_MODEL: Moment(1.0, second=reduce(add, costs))} if self.head_dim and costs else {}
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention
-        width = attention.output.weight.shape[0]
+        width = view.width
         projections = {"qk": attention.heads + attention.kv_heads, "vo": attention.heads + attention.kv_heads}
         units = []
         for module in modules:
@@ -233,7 +233,7 @@ class MoDeGPT(MeasurableMethod):
         return squared_errors(self, view, moments, unit, least)
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
-        found, width = Work(), view.attention.output.weight.shape[0]
+        found, width = Work(), view.width
         if 0 < ranks.get("mlp", 0) < (full := view.mlp.hidden if view.mlp else 0):
             found += self._work_of_units(full, width, ranks["mlp"])
         if 0 < ranks.get("experts", 0) < (full := view.experts.hidden if view.experts else 0):
@@ -248,12 +248,12 @@ class MoDeGPT(MeasurableMethod):
 
     def _work_of_values(self, view: BlockView) -> Work:
         """Count one decomposition of the values of all heads."""
-        attention, width = view.attention, view.attention.output.weight.shape[0]
+        attention, width = view.attention, view.width
         N, K = attention.head_dim, attention.kv_heads
         return Work({("eigh", N): 2.0 * K, ("svd", N): float(K)}) + multiplying(4 * attention.heads * N, N, width)
 
     def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
-        width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
+        width, full = view.width, unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
             one = comparing_ranks(full, width, least)
             return one if unit.module == "mlp" else times(one, view.experts.count)

@@ -161,7 +161,7 @@ class Rankfold(MoDeGPT):
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
         found += REAP().work(view, ranks)
-        width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
+        width, sent, full = view.width, attention.heads * attention.head_dim, attention.head_dim
         if self.follows(view):
             if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
                 found += correcting(view.mlp.hidden, width)
@@ -173,7 +173,7 @@ class Rankfold(MoDeGPT):
         found, attention = super()._work_of_values(view), view.attention
         if not self.attends(view):
             return found
-        width, sent = attention.output.weight.shape[0], attention.heads * attention.head_dim
+        width, sent = view.width, attention.heads * attention.head_dim
         refit = Work({("cholesky", sent): 1.0, ("solve", sent): width / sent})
         return found + refit + multiplying(2 * width, sent, sent)
 

@@ -12,7 +12,7 @@ from ....errors import OptionError, option
 from ...base import CompressionStep, PrunableModule
 from ...modegpt.method import MoDeGPT
 from ...work import Work
-from .shapes import Shapes, width_of
+from .shapes import Shapes
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
 
 
@@ -56,7 +56,7 @@ class SliceGPTMoDeGPT(MoDeGPT):
         The stream has the rest of the block and all that slicing saves. Sliced little, it takes more than before: its
         shortcuts do.
         """
-        rank, width = self._rank(view), width_of(view)
+        rank, width = self._rank(view), view.width
         inner = [
             replace(unit, sizes=tuple(size // width * rank for size in unit.sizes))
             for unit in super().prunable_modules(view)
@@ -66,14 +66,12 @@ class SliceGPTMoDeGPT(MoDeGPT):
         return [PrunableModule(view.index, STREAM, (rank, width), sizes, fixed=True), *inner]
 
     def _rank(self, view: BlockView) -> int:
-        return max(
-            self.rank_multiple, int((1 - self.slicing) * width_of(view)) // self.rank_multiple * self.rank_multiple
-        )
+        return max(self.rank_multiple, int((1 - self.slicing) * view.width) // self.rank_multiple * self.rank_multiple)
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         inner = {module: rank for module, rank in ranks.items() if module != STREAM}
         plain, indices = super().parameter_change(view, inner)
-        if ranks[STREAM] == width_of(view):
+        if ranks[STREAM] == view.width:
             return plain, indices
         shapes = Shapes.of(view, inner, moves_bias=self.bias_refit)
         return shapes.parameters(ranks[STREAM]) - sum(p.numel() for p in view.module.parameters()), indices

@@ -16,7 +16,7 @@ from ....allocation import Allocation, Uniform, block_weights
 from ....architectures import BlockView
 from ...base import CompressionStep, NarrowingMethod, PrunableModule
 from ...work import Work
-from .shapes import Shapes, width_of
+from .shapes import Shapes
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
 
 
@@ -48,14 +48,14 @@ class SliceGPT(NarrowingMethod):
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         self.supported_modules(view.architecture, view)
-        width, dense, shapes = width_of(view), block_weights(view.module), Shapes.of(view)
+        width, dense, shapes = view.width, block_weights(view.module), Shapes.of(view)
         sizes = {rank: shapes.weights(rank) for rank in range(self.rank_multiple, width, self.rank_multiple)}
         fewer = {rank: size for rank, size in sizes.items() if size < dense}
         return [PrunableModule(view.index, STREAM, (*fewer, width), (*fewer.values(), dense))]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         rank = ranks[STREAM]
-        if rank == width_of(view):
+        if rank == view.width:
             return 0, 0
         return Shapes.of(view).parameters(rank) - sum(p.numel() for p in view.module.parameters()), 0
 

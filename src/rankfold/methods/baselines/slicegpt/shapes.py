@@ -12,11 +12,6 @@ from ....architectures import BlockView
 from ...modegpt.norms import norm_parameters
 
 
-def width_of(view: BlockView) -> int:
-    """D."""
-    return view.attention.output.weight.shape[0]
-
-
 @dataclass(frozen=True)
 class Shapes:
     """Sizes of a block in RMS form that do not depend on the width of the stream."""
@@ -60,7 +55,7 @@ class Shapes:
             borders=(view.index == 0) + (view.index == view.config.num_hidden_layers - 1),
             kept=sum(p.numel() for part in kept for p in part.parameters())
             + (norm_parameters(attention, qk) if attention.norms and qk < full else 0),
-            width=width_of(view),
+            width=view.width,
         )
 
     def weights(self, rank: int) -> int:

@@ -13,7 +13,6 @@ from ...base import BlockResult, CompressionStep, Method
 from ...work import Work, multiplying
 from .block import Bases, put_block
 from .converted import Converted
-from .shapes import width_of
 
 STREAM = "stream"  # the module whose rank is the width of the residual stream
 
@@ -48,7 +47,7 @@ def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
         view: the dense block, in front of which the stream is in the coordinates ``view.basis``.
         rank: r; D leaves the block as it is.
     """
-    if rank == width_of(view):
+    if rank == view.width:
         report = {STREAM: {"rank": rank, "of": rank, "relative_error": 0.0}}
         return [CompressionStep({"stream_input"}, lambda *_: BlockResult(reports=report))]
     slicing = SlicedBlock(view, rank)
@@ -60,7 +59,7 @@ def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
 
 def slicing_work(view: BlockView, rank: int) -> Work:
     """Count the directions of every cut, and the weights of the block turned into them."""
-    width = width_of(view)
+    width = view.width
     if rank == width:
         return Work()
     cuts = 1 + (view.middle is not None)
@@ -76,7 +75,7 @@ class SlicedBlock:
     def __init__(self, view: BlockView, rank: int):
         self.attention, self.rank, self.first = view.attention, rank, view.basis is None
         self.last = view.index == view.config.num_hidden_layers - 1
-        self.report: dict[str, Any] = {"rank": rank, "of": width_of(view)}
+        self.report: dict[str, Any] = {"rank": rank, "of": view.width}
         self.converted: Converted | Any = None  # of the block with its norms, which only the first stage sees
         self.bases: Bases | Any = None
 
