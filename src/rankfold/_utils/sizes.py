@@ -23,7 +23,7 @@ def parse_size(size: int | str) -> int:
     return _bytes(found)
 
 
-def _bytes(found: re.Match) -> int:
+def _bytes(found: re.Match[str]) -> int:
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** POWERS.index((unit or " ").lower()))
 
