@@ -156,7 +156,10 @@ def test_an_average_that_fills_all_caps_is_reached():
 
 def test_an_average_beyond_the_caps_says_what_can_be_reached():
     w = torch.ones(2, dtype=F64)
-    with pytest.raises(
-        OptionError, match=r"average sparsity of 0\.7000 cannot be reached .* the most is 0\.6000\. Lower"
-    ):
-        capped_sparsities(torch.full((2,), 0.7, dtype=F64), w, 0.7, torch.tensor([0.5, 0.7], dtype=F64))
+    phi = torch.full((2,), 0.7, dtype=F64)
+    with pytest.raises(OptionError, match=r"average sparsity of 0\.7 cannot be reached .* the most is 0\.6000\. Lower"):
+        capped_sparsities(phi, w, 0.7, torch.tensor([0.5, 0.7], dtype=F64))
+    caps = torch.tensor([0.5, 0.61119], dtype=F64)  # 0.555595 on average
+    with pytest.raises(OptionError, match=r"average sparsity of 0\.55561 cannot .* the most is 0\.5555\. Lower"):
+        capped_sparsities(phi, w, 0.55561, caps)
+    capped_sparsities(phi, w, 0.5555, caps)

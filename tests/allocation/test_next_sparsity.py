@@ -76,6 +76,6 @@ def test_sizes_as_people_write_them():
     assert {text: parse_size(text) for text in known} == known
     assert [size_text(n) for n in (999, 1500, 2.5e6, 3e9)] == ["999 bytes", "1.50 kB", "2.50 MB", "3.00 GB"]
     assert [size_text(n) for n in (999_994, 999_996, 999_999_999)] == ["999.99 kB", "1.00 MB", "1.00 GB"]
-    for wrong in ("", "0MB", "-1", "400 bytes", "MB", "1e9", True):
+    for wrong in ("", "0MB", "0.5", "0.0001kB", "-1", "400 bytes", "MB", "1e9", True):
         with pytest.raises(OptionError, match="target_size takes a size above 0, such as 400MB"):
             parse_size(wrong)

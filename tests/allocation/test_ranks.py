@@ -3,11 +3,13 @@
 import itertools
 import math
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankfold._utils.present import present
 from rankfold.allocation import Influence, ModuleInfluence
 from rankfold.allocation.ranks import allocate, removable
 from rankfold.allocation.sparsities import _spend, round_sparsities
@@ -373,8 +375,17 @@ def test_unreachable_sparsity_of_the_model_is_counted_on_the_model():
         allocate(units, MoDeGPT(sparsity=0.5, scope="model"), 3 * dense(units))
 
 
+def test_what_is_said_to_be_reachable_can_be_asked_for():
+    units = model(2)
+    for counted in range(dense(units), dense(units) + 300, 7):
+        with pytest.raises(OptionError) as error:
+            allocate(units, MoDeGPT(sparsity=0.95, scope="model"), counted)
+        reach = present(re.search(r", sparsity (0\.\d{4});", str(error.value)))[1]
+        allocate(units, MoDeGPT(sparsity=float(reach), scope="model"), counted)
+
+
 def test_unreachable_own_sparsity_names_the_module():
-    with pytest.raises(OptionError, match=r"sparsity 0\.95 of module mlp cannot be reached.* sparsity 0\.9167; lower"):
+    with pytest.raises(OptionError, match=r"sparsity 0\.95 of module mlp cannot be reached.* sparsity 0\.9166; lower"):
         allocate(model(2), MoDeGPT(modules={"mlp": 0.95}), dense(model(2)))
 
 

@@ -4,6 +4,8 @@ import pytest
 
 import rankfold
 from families import tiny_model
+from rankfold.cli.app import app
+from rankfold.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -19,4 +21,13 @@ def test_it_is_said_where_the_processor_is_slow_and_nothing_was_asked_for(
 ):
     monkeypatch.setattr("rankfold.models.devices.multiplies_slowly", lambda dtype: slow)
     rankfold.load(folder, dtype=dtype, device="cpu")
-    assert ("run in bfloat16, as it is stored" in caplog.text and "dtype='float32'" in caplog.text) == said
+    assert ("run in bfloat16, and this" in caplog.text and "dtype='float32'" in caplog.text) == said
+
+
+@pytest.mark.parametrize("dtype, said", [("auto", True), ("bfloat16", False)])
+def test_a_comparison_says_it_where_nothing_was_asked_for(folder, monkeypatch, caplog, dtype, said):
+    monkeypatch.setattr("rankfold.models.devices.multiplies_slowly", lambda dtype: True)
+    grid = ["--methods", "svd", "--sparsities", "0.1", "--text", str(folder / "none.txt"), "-o", str(folder / "report")]
+    with pytest.raises(DataError, match="no text at"):  # which comes after it
+        app(["compare", str(folder), *grid, "--dtype", dtype, "--device", "cpu"], standalone_mode=False)
+    assert ("run in bfloat16, and this" in caplog.text) == said

@@ -1,5 +1,6 @@
 """Sizes of files, lengths of time and counts, as people write them."""
 
+import math
 import re
 
 from ..errors import OptionError, option
@@ -12,13 +13,17 @@ def parse_size(size: int | str) -> int:
     """Return bytes: of a number, or of a text such as ``400MB`` (1e6 each) or ``1.5GiB`` (2^30).
 
     Raises:
-        OptionError: no size, or none above 0.
+        OptionError: no size, or less than a byte.
     """
     found = SIZE.fullmatch(str(size).strip())
-    if found is None or isinstance(size, bool) or float(found[1]) <= 0:
+    if found is None or isinstance(size, bool) or _bytes(found) < 1:
         raise OptionError(
             f"{option('target_size')} takes a size above 0, such as 400MB or 1.5GiB, or a number of bytes; got {size!r}"
         )
+    return _bytes(found)
+
+
+def _bytes(found: re.Match[str]) -> int:
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** POWERS.index((unit or " ").lower()))
 
@@ -30,6 +35,11 @@ def size_text(size: float) -> str:
 
 
 _ONE = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+
+
+def rounded_down(fraction: float) -> str:
+    """Return a fraction with four decimals that is no larger: whoever asks for what can be reached reaches it."""
+    return f"{math.floor(1e4 * fraction + 1e-6) / 1e4:.4f}"  # 0.57 is 5699.999 of 1e4 in floating point
 
 
 def plural(count: int, thing: str) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
+from .._utils.sizes import rounded_down
 from ..errors import OptionError, method_option
 from .base import Allocation, Share
 from .budget import Budget
@@ -151,9 +152,10 @@ def _check(share: Share, method: AllocationRequest) -> None:
     alone = most_freed(units) if method.one_rank else removable(units)
     most = alone - share.stays + share.given
     if share.asked > most:
+        reach = rounded_down(most / max(share.counted, 1))
         raise OptionError(
             f"{share.named} cannot be reached: the chosen modules can lose at most {most:,} of the {share.asked:,} "
-            f"{share.counts} that must go, sparsity {most / max(share.counted, 1):.4f}; {_how_to_reach(method)}"
+            f"{share.counts} that must go, sparsity {reach}; {_how_to_reach(method)}"
         )
 
 

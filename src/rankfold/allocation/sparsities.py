@@ -6,6 +6,7 @@ Shape legend: L modules that get a sparsity each.
 import torch
 from torch import Tensor
 
+from .._utils.sizes import rounded_down
 from ..errors import OptionError
 from .prunable import PrunableModule
 
@@ -27,8 +28,8 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
     most = (caps * weights).sum()
     if total > most * (1 + 1e-12):
         raise OptionError(
-            f"an average sparsity of {average:.4f} cannot be reached with these modules and ranks; the most is "
-            f"{(most / weights.sum()).item():.4f}. Lower the sparsity, or compress more modules"
+            f"an average sparsity of {average:g} cannot be reached with these modules and ranks; the most is "
+            f"{rounded_down((most / weights.sum()).item())}. Lower the sparsity, or compress more modules"
         )
     phi, free = phi.clone(), torch.ones_like(phi, dtype=torch.bool)
     while True:

@@ -96,7 +96,8 @@ def command(
 
     source = open_model(model, dtype=dtype, device=device, offload=offload)
     check_writes(source.model.config, source.name)
-    say_if_slow(source.dtype, source.device)
+    if dtype == "auto":
+        say_if_slow(source.dtype, source.device)
     try:
         most = rules.texts if rules else {}
         texts = Perplexities(source, Texts(text, text_length, limit, samples.text_column, most))

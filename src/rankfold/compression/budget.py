@@ -148,13 +148,13 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
             f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of "
             f"{source.name} take {size_text(dense)}; give a smaller size, or another dtype"
         )
-    method = replace(method, sparsity=(dense - size) / weights, scope="model", budget=Bytes())
-    options = rank_options(source, method)
+    sparsity = (dense - size) / weights
     try:
-        options.check(method)
+        method = replace(method, sparsity=sparsity, scope="model", budget=Bytes())
+        rank_options(source, method).check(method)
     except OptionError as error:
         raise OptionError(
-            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}, "
+            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {sparsity:.4f}, "
             f"a larger size a lower one; {error}"
         ) from None
     return method

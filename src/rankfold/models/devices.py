@@ -62,8 +62,8 @@ def say_if_slow(dtype: torch.dtype, device: torch.device) -> None:
     """Warn of a model that will be run in a 16-bit float on a CPU that has no instructions for it."""
     if device.type == "cpu" and multiplies_slowly(dtype):
         log.warning(
-            "the model is run in %s, as it is stored, and this processor has no instructions for that; %s is 2 to 15 "
-            "times faster here and takes twice the memory",
+            "the model is run in %s, and this processor has no instructions for that; %s is 2 to 15 times "
+            "faster here and takes twice the memory",
             str(dtype).removeprefix("torch."),
             option("dtype", "float32"),
         )
