@@ -1,4 +1,4 @@
-"""Write docs/results and the table and picture of the README out of the records. No number comes from anywhere else.
+"""Write docs/results, and the table, example and picture of the README, out of the records and nothing else.
 
 python benchmarks/render.py
 """
@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE.parent / "README.md"
 # Page -> records, title, lines of one record.
 PAGES = {
+    "first_run": ("first_run", "The first run of the README", readme.first_run),
     "gates": ("gates_*", "What every method must keep", gates.gates),
     "keep_quality": ("keep_quality_*", "Keeping a quality", keep_quality.keep_quality),
     "lowrankarena": ("lowrankarena_*", "By the rules of LowRankArena", lowrankarena.lowrankarena),

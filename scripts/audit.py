@@ -4,8 +4,7 @@ python scripts/audit.py             # a line for each number, PASS or FAIL; exit
 python scripts/audit.py other.md    # of another text with the same tables
 
 Perplexities are recomputed from the mean negative log-likelihood, means of tasks from their accuracies, percentages and
-ratios from the two numbers beside them. The example of a table in a terminal has no record: its arithmetic is checked,
-and the count of its weights against the record of the same model.
+ratios from the two numbers that they compare.
 """
 
 import json
@@ -14,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -27,6 +27,11 @@ RECORDS = {  # how the name of a model begins in the README -> record
 }
 NONE = "–"
 C4 = "c4_demo.jsonl"
+SIZES = {  # lines of the example -> key in the record, unit, form
+    "parameters": ("parameters", 1, ",.0f"),
+    "MiB of weights": ("bytes", 2**20, ",.1f"),
+    "KV-cache bytes per token": ("kv_bytes_per_token", 1, ",.0f"),
+}
 
 
 class Finding(NamedTuple):
@@ -90,29 +95,38 @@ def rounded(value: float) -> str:
     return f"{value:.1f}" if value < 200 else f"{value:.0f}"
 
 
-def ratio(stated: str, a: float, b: float) -> str:
-    """Return the ratio of two numbers of two decimals: the stated one, if it may have been theirs before rounding."""
-    half = 0.005
-    least, most = (b - half) / (a + half), (b + half) / (a - half)
-    return stated if round(least, 2) <= float(stated[2:]) <= round(most, 2) else f"x {b / a:.2f}"
-
-
 def example(text: str) -> Iterator[Finding]:
-    """Yield every number of the example of a table in a terminal that follows from others."""
+    """Yield every line of the example of a table in a terminal."""
     block = re.search(r"```text\n(small: .*?)```", text, re.S)
     if block is None:
         return
-    head = re.search(r"([\d.]+)% of the ([\d,]+) counted weights", block[1])
-    rows = re.findall(r"^ +(\S.*?) {2,}([\d,.]+) +([\d,.]+) +(x [\d.]+|[+-][\d.]+%)", block[1], re.M)
-    for name, before, after, stated in rows:
-        a, b = (float(value.replace(",", "")) for value in (before, after))
-        yield Finding(f"example, {name}", stated, ratio(stated, a, b) if stated[0] == "x" else f"{(b - a) / a:+.1%}")
-    numbers = {name: [int(v.replace(",", "")) for v in values] for name, *values, _ in rows if name == "parameters"}
-    before, after = numbers["parameters"]
-    counted = int(head[2].replace(",", ""))
-    dense = record("perplexity_smollm2")["rows"]["dense"]["parameters"]
-    yield Finding("example, parameters of the dense model", f"{before:,}", f"{dense:,}")
-    yield Finding("example, counted weights removed", f"{head[1]}%", f"{(before - after) / counted:.2%}")
+    (run,) = record("first_run")["rows"].values()
+    counts = run["counts"]
+    removed = f"{counts['removed_weights'] / counts['counted_weights']:.2%} of the {counts['counted_weights']:,}"
+    head, _, *lines = block[1].splitlines()
+    yield Finding("example, weights", head.partition(", ")[2], f"{removed} counted weights removed")
+    for line in lines:
+        name, *cells = re.split(" {2,}", line.strip())
+        yield Finding(f"example, {name}", "  ".join(cells), outcome(name, run))
+
+
+def outcome(name: str, run: dict) -> str:
+    """Return what a line of the example has to say; nothing where the record has no such line."""
+    if name in SIZES:
+        key, unit, form = SIZES[name]
+        before, after = run["plan"][key], run["plan"][f"{key}_after"]
+        return f"{before / unit:{form}}  {after / unit:{form}}  {after / before - 1:+.1%}"
+    facts = run["held_out"] if name == "perplexity" else run["probe_texts"]["kinds"].get(name)
+    if facts is None:
+        return ""
+    dense, small = facts["perplexity_dense"], facts["perplexity"]
+    error = small / dense * facts["standard_error"]
+    texts = f"{facts['windows']} held-out calibration samples" if name == "perplexity" else ""
+    return f"{dense:.2f}  {small:.2f}  x {small / dense:.2f} ± {error:.2f} on {texts or probes(facts)}"
+
+
+def probes(facts: dict) -> str:
+    return f"{facts['passages']} probe texts" + (": DAMAGED" if facts["is_damaged"] else "")
 
 
 def speeds(text: str) -> Iterator[Finding]:
@@ -124,6 +138,14 @@ def speeds(text: str) -> Iterator[Finding]:
         for batch, value in zip((1, 8), stated.groups(), strict=True):
             found = record("decode")["rows"][f"SmolLM2-135M, batch {batch}"]["found"]["compressed"]["ratio"]
             yield Finding(f"speed, decoding of {batch}", value, f"{found:.2f}")
+
+
+def costs(text: str) -> Iterator[Finding]:
+    """Yield what a run costs, and the tokens of its calibration set."""
+    if stated := re.search(r"costs about (\d+) forward passes over its calibration set: ([\d,]+) tokens", text):
+        ratio = record("compression_cost_pydoc")["rows"]["float32"]["ratios"]["default"]["ratio"]
+        yield Finding("cost, forward passes", stated[1], f"{ratio:.0f}")
+        yield Finding("cost, tokens", stated[2], f"{record('first_run')['config']['calibration']['tokens']:,}")
 
 
 def answers(text: str) -> Iterator[Finding]:
@@ -161,7 +183,8 @@ def requirement(text: str) -> tuple[str, str]:
 def audit(text: str) -> list[Finding]:
     """Return all findings on a text like the README."""
     sentences = " ".join(text.split())  # wherever their lines break
-    return [*table(text), *example(text), *speeds(sentences), *answers(sentences), *counts(sentences)]
+    found = (speeds(sentences), costs(sentences), answers(sentences), counts(sentences))
+    return [*table(text), *example(text), *chain.from_iterable(found)]
 
 
 def main(path: Path) -> int:

@@ -141,6 +141,9 @@ def test_the_tables_of_readme_and_results_are_what_the_records_say():
         (DOCS / "index.md", readme.table(BENCHMARKS / "results")),
     ):
         assert "\n\n" + "\n".join(lines) + "\n\n" in path.read_text(encoding="utf-8")
+    example = "\n\n" + "\n".join(readme.example(BENCHMARKS / "results")) + "\n\n"
+    for path in (BENCHMARKS.parent / "README.md", DOCS.parent / "index.md"):
+        assert example in path.read_text(encoding="utf-8")
     assert (DOCS / "index.md").read_text(encoding="utf-8").endswith("\n".join([readme.LIST, "", *readme.listed(DOCS)]))
 
 

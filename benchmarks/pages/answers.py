@@ -40,6 +40,15 @@ def perplexity(records: list[dict]) -> str:
     )
 
 
+def first_run(records: list[dict]) -> str:
+    ((row,),) = (record["rows"] for record in records)
+    kinds = [facts["ratio"] for facts in row["probe_texts"]["kinds"].values()]
+    return (
+        f"With {records[0]['config']['sparsity']:.0%} removed, {SMOL} has × {row['held_out']['ratio']:.2f} of its "
+        f"perplexity on held-out calibration samples, and × {min(kinds):.2f} to {max(kinds):.2f} on six kinds of text."
+    )
+
+
 def grid(records: list[dict]) -> str:
     found = of_model(records, SMOL)
     best = sorted(

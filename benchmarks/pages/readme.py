@@ -1,16 +1,17 @@
-"""The picture and the table of the README, and the longer table of docs/results/index.md, out of the records."""
+"""The picture, the table and the example of the README, and the longer table of docs/results/index.md, by records."""
 
 import io
 import re
 from pathlib import Path
 
 from rankfold._utils.files import read_json, write_text
+from rankfold.cli.summary import removed, side_by_side
 from rankfold.errors import CheckpointError
 
 from .models import PAPER
 from .perplexity import FORMS
 from .summaries import QUESTIONS
-from .tables import named, percent
+from .tables import named, percent, windows
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 SHORT_HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | `latentllm` |"
@@ -35,13 +36,15 @@ LIST = "## All pages"  # the rest of the first page
 
 
 def render(results: Path, readme: Path, index: Path) -> None:
-    """Replace the tables in the README and on the first page of the results, and draw the picture beside the latter.
+    """Replace what comes out of records in the README and on the first pages of the site and of its results.
 
     Raises:
-        CheckpointError: one of them has no table of this head, or more than one.
+        CheckpointError: one of them has no table of this head, or no example, or more than one.
     """
     for path, lines in ((readme, short(results)), (index, table(results))):
-        replace(path, lines)
+        replace(path, rf"^{re.escape(lines[0])}\n(\|.*\n)+", lines)
+    for path in (readme, index.parents[1] / index.name):
+        replace(path, r"^```text\nsmall: (.*\n)+?```\n", example(results))
     write_text(
         index, index.read_text(encoding="utf-8").partition(LIST)[0] + "\n".join([LIST, "", *listed(index.parent)])
     )
@@ -61,13 +64,31 @@ def listed(folder: Path) -> list[str]:
     return lines
 
 
-def replace(path: Path, lines: list[str]) -> None:
-    """Replace the one table in a file that begins with the first of these lines."""
-    there = re.compile(rf"^{re.escape(lines[0])}\n(\|.*\n)+", re.M)
-    text, count = there.subn(lambda _: "\n".join(lines) + "\n", path.read_text(encoding="utf-8"))
+def replace(path: Path, there: str, lines: list[str]) -> None:
+    """Replace the one place in a file that matches a pattern."""
+    text, count = re.subn(there, lambda _: "\n".join(lines) + "\n", path.read_text(encoding="utf-8"), flags=re.M)
     if count != 1:
-        raise CheckpointError(f"{path.name} has {count} tables that begin with {lines[0]!r}; one is wanted")
+        raise CheckpointError(f"{path.name} has {count} places that match {there!r}; one is wanted")
     write_text(path, text)
+
+
+def example(results: Path) -> list[str]:
+    """Return the summary of the first run, as the command prints it."""
+    return summary_of(next(iter(rows(results, "first_run").values())))
+
+
+def summary_of(run: dict) -> list[str]:
+    """Return the lines of a block of text: what was compressed, sizes, perplexities."""
+    head = f"small: {run['base_model']} by {run['method']}, {removed(run['counts'])}"
+    return ["```text", head, *side_by_side(run), "```"]
+
+
+def first_run(record: dict) -> list[str]:
+    """Return the lines of its page."""
+    config, (run,) = record["config"], record["rows"]
+    calibration = config["calibration"]
+    counted = {"samples": calibration["num_samples"], "length": calibration["max_length"]}
+    return [f"Calibrated on {windows(counted)} of {calibration['source']}.", "", *summary_of(run), ""]
 
 
 def picture(found: dict[str, dict]) -> bytes:

@@ -5,6 +5,7 @@ from . import answers
 # Part of the list on the first page -> page -> its question, and who reads it for what; its function answers.
 QUESTIONS = {
     "Quality": {
+        "first_run": ("What does the first run of the README end with?", "Read it to know what to expect."),
         "perplexity": ("How much perplexity does each method cost?", "Read it to choose a method and a sparsity."),
         "seeds": (
             "How much depends on the draw of the calibration text?",

@@ -55,7 +55,7 @@ def fail(*_):
     raise errors.NumericsError("the third process fails")
 
 if os.environ["RANK"] == "2":
-    runner._end = fail
+    runner.ends = fail
 from rankfold.cli import main
 main()
 """

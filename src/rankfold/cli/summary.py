@@ -40,24 +40,28 @@ def show_numbers(record: Record, out: "Console") -> None:
 
     The second of several components is compared with the model in which the first one is compressed.
     """
-    held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
     if goal := goal_line(record):
         out.print(goal, soft_wrap=True)
     if excess := excess_of(record):
         out.print(excess)
+    for line in side_by_side(record):
+        out.print(line, soft_wrap=True)
+    if reason := (record.get("probe_texts") or {}).get("skipped"):
+        out.print(f"  probe texts: not measured ({reason})", soft_wrap=True)
+    seconds = dict(record["run"]["seconds"])
+    out.print(f"  {c.where_time_went(seconds.pop('total'), seconds)}", soft_wrap=True)
+
+
+def side_by_side(record: Record) -> list[str]:
+    """Return the lines of the table: sizes, then perplexities of held-out samples and of probe texts."""
     rows = [("", "before" if "before" in record else "dense", "compressed", ""), *size_rows(record["plan"])]
-    if held_out:
+    if held_out := record.get("held_out"):
         row = held_out_row(held_out)
         rows.append((f"{row[0]} {before_training(record, 'held_out')}".rstrip(), *row[1:]))
     when = before_training(record, "probe_texts")
-    rows += [(f"  {kind} {when}".rstrip(), *numbers) for kind, *numbers in kind_rows(probe_texts)]
+    rows += [(f"  {kind} {when}".rstrip(), *numbers) for kind, *numbers in kind_rows(record.get("probe_texts"))]
     name, dense, small, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    for row in rows:
-        line = f"  {row[0]:<{name}}  {row[1]:>{dense}}  {row[2]:>{small}}  {row[3]}"
-        out.print(line.rstrip(), soft_wrap=True)
-    if reason := (probe_texts or {}).get("skipped"):
-        out.print(f"  probe texts: not measured ({reason})", soft_wrap=True)
-    out.print(f"  {c.where_time_went(seconds.pop('total'), seconds)}", soft_wrap=True)
+    return [f"  {row[0]:<{name}}  {row[1]:>{dense}}  {row[2]:>{small}}  {row[3]}".rstrip() for row in rows]
 
 
 def show_next(folder: Path, record: Record, out: "Console", *, engine: str | None, has_stock: bool) -> None:
