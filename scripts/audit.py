@@ -121,12 +121,11 @@ def outcome(name: str, run: dict) -> str:
         return ""
     dense, small = facts["perplexity_dense"], facts["perplexity"]
     error = small / dense * facts["standard_error"]
-    texts = f"{facts['windows']} held-out calibration samples" if name == "perplexity" else ""
-    return f"{dense:.2f}  {small:.2f}  x {small / dense:.2f} ± {error:.2f} on {texts or probes(facts)}"
-
-
-def probes(facts: dict) -> str:
-    return f"{facts['passages']} probe texts" + (": DAMAGED" if facts["is_damaged"] else "")
+    if name == "perplexity":
+        texts = f"{facts['windows']} held-out calibration samples"
+    else:
+        texts = f"{facts['passages']} probe texts" + (": DAMAGED" if facts["is_damaged"] else "")
+    return f"{dense:.2f}  {small:.2f}  x {small / dense:.2f} ± {error:.2f} on {texts}"
 
 
 def speeds(text: str) -> Iterator[Finding]:
