@@ -8,13 +8,14 @@ from families import opened, some_ids
 from rankfold.calibration.leaving import BehindAll, Left, watched
 from rankfold.calibration.runner import attend, measure, start
 from rankfold.calibration.statistics import STATISTICS, last_place
+from tiny_encoders import ENCODERS, opened_encoder
 
 PROJECTED = {"attention_input", "query", "key", "key_spread", "query_key", "value"}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox", "falcon-gqa", "gpt2", "bloom", "bert", "opt"])
 def test_queries_keys_and_values_are_measured_without_attention(family, monkeypatch):
-    source = opened(family)
+    source = opened_encoder(family) if family in ENCODERS else opened(family)
     stream, ran = start(source, some_ids(4, 16), autocast=None), []
     view = source.block(0)
     handle = view.attention.output_module.register_forward_pre_hook(lambda *_: ran.append("output"))
