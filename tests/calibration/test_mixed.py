@@ -7,7 +7,7 @@ import torch
 
 import rankfold
 from families import opened, some_ids, tokens
-from rankfold.calibration.runner import Stream, advance, start
+from rankfold.calibration.runner import Stream, advance, attend, start
 from rankfold.compression.replace import replace as put
 from rankfold.methods import BlockResult, make_method
 from rankfold.methods.base import spared_passes
@@ -48,7 +48,8 @@ def test_later_passes_take_what_was_mixed_and_a_new_output_projection_reads_it(f
     kept, fresh, batches = stream.copy(), stream.copy(), len(stream.hidden)
     assert batches == 3
     kept.keep_mixed(view.attention.module)
-    advance(view, kept.copy())  # shares what is kept
+    attend(view, kept)
+    assert kept.copy().mixed is None  # it goes its own way
     assert len(mixing) == batches
     with torch.no_grad():
         view.attention.output_module.weight.mul_(0.5)

@@ -99,7 +99,7 @@ class Stream:
 
     def copy(self) -> "Stream":
         """Another one at the same place, which goes its own way."""
-        return replace(self, hidden=self.hidden.copy(), calls=[_own(calls) for calls in self.calls])
+        return replace(self, hidden=self.hidden.copy(), calls=[_own(calls) for calls in self.calls], mixed=None)
 
     def move(self, batch: int, block: int, output: Tensor) -> None:
         """Put a batch behind a block that made this of it."""
