@@ -135,7 +135,7 @@ STATISTICS: dict[str, Statistic] = {
     "query_squares": Statistic(lambda s: s.squares(0), "projections", part="norms"),
     "key_squares": Statistic(lambda s: s.squares(1), "projections", part="norms"),
     # The normalised residual stream in front of the block, between its halves, and behind it.
-    "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), "projections", sequential=True),
+    "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), sequential=True),
     "stream_middle": Statistic(lambda s: StreamObserver(s.view, "middle"), "mlp", sequential=True),
     "stream_output": Statistic(lambda s: StreamObserver(s.view, "output"), "end", sequential=True),
     # Of every input above also: the mean absolute value, for the l1 pre-conditioner; the sum over every window, for
