@@ -13,7 +13,7 @@ from allocations import peak_bytes
 from families import some_ids
 from rankfold.data.calibration_data import CalibrationData
 from rankfold.errors import CheckpointError
-from rankfold.recovery import training, whole
+from rankfold.recovery import judging, training, whole
 from rankfold.recovery.recover import recover
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128}
@@ -39,9 +39,9 @@ def compressed(place, shape):
 
 
 def recovered(place, source, batch_tokens: int, **options):
-    common = {"max_length": 64, "batch_tokens": batch_tokens, "tokens": 3 * batch_tokens, "device": "cpu"}
+    common = {"max_length": 64, "batch_tokens": batch_tokens, "tokens": 3 * batch_tokens, "output": place / "out"}
     ids = some_ids(80, 64, seed=2)
-    return recover(place / "small", source, calibration=ids, output=place / "out", **common | options)
+    return recover(place / "small", source, calibration=ids, device="cpu", **common | options)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -63,7 +63,8 @@ def test_the_estimate_of_memory_is_what_is_taken(case, bf16, tmp_path, monkeypat
 
 @pytest.mark.parametrize("tune", ["all", "norms", "lora"])
 def test_the_room_on_the_disk_is_what_is_taken_at_most(tune, tmp_path, monkeypatch):
-    source, found, keep = compressed(tmp_path, {"intermediate_size": 4096}), [], training.KeepWhole.on_save
+    source, found, stated = compressed(tmp_path, {"intermediate_size": 4096}), [], noted_disk(monkeypatch)
+    keep = training.KeepWhole.on_save
 
     def measured(self, args, *others, **more):
         files = [path for path in Path(args.output_dir).rglob("*") if path.is_file()]
@@ -71,18 +72,40 @@ def test_the_room_on_the_disk_is_what_is_taken_at_most(tune, tmp_path, monkeypat
         keep(self, args, *others, **more)
 
     monkeypatch.setattr(training.KeepWhole, "on_save", measured)
-    stated = []
-    estimate = whole.training_disk
-    monkeypatch.setattr(whole, "training_disk", lambda *models: stated.append(estimate(*models)) or stated[0])
     recovered(tmp_path, source, batch_tokens=64, tune=tune, lr=1e-3)
     assert 0.95 * max(found) <= stated[0] + 100_000 and stated[0] <= 1.3 * max(found)
+
+
+@pytest.mark.parametrize("tune", ["all", "lora"])
+def test_in_memory_nothing_but_the_best_state_is_on_the_disk(tune, tmp_path, monkeypatch):
+    source, found, stated = compressed(tmp_path, {"intermediate_size": 4096}), [], noted_disk(monkeypatch)
+    restore = judging.Judge.restore_best
+
+    def measured(self):
+        found.append(sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()))
+        restore(self)
+
+    monkeypatch.setattr(judging.Judge, "restore_best", measured)
+    recovered(tmp_path, source, batch_tokens=64, tune=tune, lr=1e-3, output=None)
+    assert stated[0] <= found[0] <= stated[0] + 100_000
+
+
+def noted_disk(monkeypatch) -> list[int]:
+    """Return a list into which goes what runs say that they take on the disk."""
+    stated, estimate = [], whole.training_disk
+    monkeypatch.setattr(
+        whole, "training_disk", lambda *models, **how: stated.append(estimate(*models, **how)) or stated[-1]
+    )
+    return stated
 
 
 def test_a_disk_without_room_is_said_before_the_first_step(tmp_path, monkeypatch):
     source = compressed(tmp_path, {})
     monkeypatch.setattr(whole.shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     monkeypatch.setattr(training.Distiller, "train", None)
-    with pytest.raises(CheckpointError, match=r"takes [\d.]+ MB in .*, and 1\.00 kB are free; free space, choose"):
+    with pytest.raises(
+        CheckpointError, match=r"training takes [\d.]+ MB on the disk, in .*, and 1\.00 kB are free; free space, choose"
+    ):
         recovered(tmp_path, source, batch_tokens=64)
 
 

@@ -26,6 +26,7 @@ from rankfold.recovery import training
 from rankfold.recovery import whole as module
 from rankfold.recovery.compressing import compress_and_recover
 from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
+from rankfold.recovery.opening import device_beside, open_student, open_teacher
 from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
 from rankfold.recovery.tuning import prepared, round_weights, without_dropout
@@ -454,7 +455,11 @@ def test_a_full_disk_is_an_error_of_one_line(place, tmp_path, monkeypatch):
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"max_length": 1}, "max_length must be at least 2, got 1"),
         ({"seed": -1}, r"a seed from 0 to 2\*\*32 - 1, got -1"),
-        ({"minutes": 0}, "minutes must be more than 0"),
+        ({"minutes": 0}, "minutes must be more than 0 and finite, got 0"),
+        ({"minutes": math.inf}, "minutes must be more than 0 and finite, got inf"),
+        ({"lr": math.nan}, "lr must be more than 0 and finite, got nan"),
+        ({"tolerance": math.inf}, "tolerance must be at least 0 and finite, got inf"),
+        ({"output": "new", "cache_logits": "new/cache"}, "cache_logits new/cache and output new are one folder, or"),
         ({"adapter": True}, "adapter=True writes the adapters of tune='lora'"),
         ({"loss": "mse"}, "loss must be one of 'kl', 'next-token', 'both', got 'mse'"),
         ({"tune": "head"}, "tune must be one of 'lora', 'lora-mlp', 'all', 'norms', got 'head'"),
@@ -469,7 +474,7 @@ def test_options_out_of_range_are_refused(place, options, message):
     ("options", "message"),
     [
         ("--tokens 0", "--tokens must be at least 1, got 0"),
-        ("--lr -1", "--lr and --minutes must be more than 0, and --tolerance at least 0"),
+        ("--lr -1", "--lr must be more than 0 and finite, got -1.0"),
         ("--adapter", "--adapter writes the adapters of --tune lora or --tune lora-mlp to --output; give both"),
         ("--report-to nowhere", "--report-to must be one of none, all"),
     ],
@@ -504,6 +509,16 @@ def test_a_teacher_with_another_tokenizer_is_refused_and_one_with_another_name_o
     ):
         recover(place / "small", tmp_path / "shifted", **how)
     recover(place / "small", tmp_path / "renamed", **how)
+
+
+def test_a_dense_model_elsewhere_is_refused_and_one_in_memory_says_where_to_train(place):
+    given = open_student(place / "small", "cpu")
+    elsewhere = rankfold.open_model(place / "dense", device="cpu")
+    elsewhere.model.to("meta")
+    with pytest.raises(rankfold.RankfoldError, match="the dense model is on meta and the compressed one on cpu; move"):
+        open_teacher(elsewhere, given)
+    assert device_beside(elsewhere, "auto") == device_beside(elsewhere.model, "auto") == "meta"
+    assert device_beside(elsewhere, "cpu") == "cpu" and device_beside("dense", "auto") == "auto"
 
 
 def test_an_encoder_is_refused_as_the_teacher(place):
@@ -617,6 +632,28 @@ def test_dropout_is_as_it_was_after_training(place):
         assert dropouts(model) == {0.0}
     result = recover(model, place / "dense", calibration=place / "manual.txt", **{**OPTIONS, "tokens": 2048})
     assert dropouts(model) == dropouts(result.model) == {0.25}
+
+
+@pytest.mark.parametrize(("tune", "output"), [("all", "out"), ("lora", None)])
+def test_a_trained_model_is_as_any_other_but_for_its_weights(place, tmp_path, tune, output):
+    """Trainer turns the cache off, has activations computed twice for good, and embeddings ask for a gradient."""
+    few = {**OPTIONS, "tokens": 2048, "tune": tune, "gradient_checkpointing": True}
+    few |= {"output": output and tmp_path / output}
+    model = recover(place / "small", place / "dense", calibration=place / "manual.txt", **few).model
+    fresh = rankfold.load(place / "small", device="cpu")
+    ours, theirs = (
+        {name: value for name, value in one.config.to_dict().items() if name != "quantization_config"}
+        for one in (model, fresh)
+    )
+    assert ours == theirs and ours["use_cache"]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert not model.get_input_embeddings()._forward_hooks
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    if output:
+        written = json.loads((tmp_path / output / "config.json").read_text())
+        before = json.loads((place / "small" / "config.json").read_text())
+        assert written.pop("quantization_config") and before.pop("quantization_config")
+        assert written == before
 
 
 def dropouts(model) -> set[float]:

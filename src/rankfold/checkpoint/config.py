@@ -34,6 +34,13 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
     return config
 
 
+def name_dtype(config, dtype) -> None:
+    """Write into a config, and into those of its parts, in which dtype the weights are stored."""
+    config.dtype = dtype
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        name_dtype(part, dtype)
+
+
 def _described(config) -> dict:
     """What a config says of an earlier compression; empty where there is none."""
     found = getattr(config, "quantization_config", None) or {}

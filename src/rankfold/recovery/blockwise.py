@@ -26,6 +26,7 @@ from ..architectures import BlockView
 from ..calibration.likelihood import losses_memory, token_losses
 from ..calibration.observers import DenseBatch
 from ..calibration.runner import Stream, advance, advance_dense, block_output, middle_output, start
+from ..checkpoint.config import name_dtype
 from ..checkpoint.load import described
 from ..checkpoint.shards import Shards, write_around
 from ..data.calibration_data import CalibrationData
@@ -251,7 +252,7 @@ class Blockwise:
 
     def cast(self) -> None:
         """Have the config name the dtype in which weights are written."""
-        self.model.config.dtype = self.written
+        name_dtype(self.model.config, self.written)
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint, without its record and card, into a new folder."""

@@ -126,7 +126,8 @@ def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: f
 
 
 class Judge(TrainerCallback):
-    """Score held-out texts every ``every`` steps, keep the best allowed state in a folder, and save with every score.
+    """Score held-out texts every ``every`` steps, keep the best allowed state in a folder, and save with every score
+    where a killed run is to go on.
 
     Several processes have the same scores, and so the same best state; the first one writes it.
 
@@ -177,7 +178,7 @@ class Judge(TrainerCallback):
             with together():
                 found = nats(score(self.model, self.head, self.texts))
             control.should_training_stop |= not self._keep(state.global_step, found)
-            control.should_save = True
+            control.should_save = args.save_strategy != "no"
 
     def _keep(self, step: int, found: dict[str, float]) -> bool:
         """Add a score, and keep the weights where it is the best; return whether every loss is a number."""

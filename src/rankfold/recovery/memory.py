@@ -65,15 +65,16 @@ def training_memory(
     return weights + OPTIMISER * trained + always + max(begin, end)
 
 
-def training_disk(network: nn.Module, student: PreTrainedModel) -> int:
-    """Estimate the most that an unfinished run takes on the disk: two checkpoints, and the best state.
+def training_disk(network: nn.Module, student: PreTrainedModel, *, keep: bool) -> int:
+    """Estimate the most that an unfinished run takes on the disk: the best state, and two checkpoints.
 
     Args:
         network: what is trained: ``student``, or adapters around it, of which a checkpoint holds no more.
+        keep: whether there are checkpoints.
     """
     trained, item = trained_weights(network), torch.float32.itemsize
     weights = sum(p.numel() for p in student.parameters()) if network is student else trained
-    return 2 * (item * weights + OPTIMISER * trained) + item * trained
+    return 2 * keep * (item * weights + OPTIMISER * trained) + item * trained
 
 
 @torch.enable_grad()

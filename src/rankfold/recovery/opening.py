@@ -20,6 +20,7 @@ from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.auto_classes import check_writes
 from ..models.dense_model import DenseModel
+from ..models.devices import is_on
 from ..models.fingerprint import fingerprint
 from ..models.given import check_plain, resolve_model
 from ..models.opening import open_model, stored_dtype
@@ -87,17 +88,35 @@ def _read(model: str | Path) -> tuple[Path, dict, torch.dtype]:
     return folder, record, stored_dtype(read_config(folder), weights) if weights else torch.float32
 
 
-def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, device: str) -> DenseModel:
-    """Open the dense model: the one that is named, else the one that ``compress`` had, else that of the record.
+def opened_before(teacher: Teacher | None, model: Compressed) -> Teacher | None:
+    """Return the dense model that is named, else the one that ``compress`` had; ``None``: that of the record."""
+    return teacher or (model.dense if isinstance(model, CompressionResult) else None)
+
+
+def device_beside(teacher: Teacher | None, device: str) -> str:
+    """Return where to train: where a dense model in memory is, if no device is named."""
+    model = teacher.model if isinstance(teacher, DenseModel) else teacher
+    return str(model.device) if device == "auto" and isinstance(model, PreTrainedModel) else device
+
+
+def open_teacher(teacher: Teacher | None, given: Given) -> DenseModel:
+    """Open the dense model, next to the compressed one.
+
+    Args:
+        teacher: see :func:`opened_before`.
 
     Raises:
-        OptionError: nothing says which it is, or it has another vocabulary than the compressed model.
+        OptionError: nothing says which it is, it has another vocabulary than the compressed model, or it is in memory
+            on another device.
         UnsupportedModelError: it is an encoder.
     """
-    known = model.dense if isinstance(model, CompressionResult) else None
-    teacher = teacher or known or _recorded_teacher(given.record)
-    source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
+    teacher, here = teacher or _recorded_teacher(given.record), given.network.device
+    source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=str(here))
     check_writes(source.model.config, source.name)
+    if not is_on(torch.empty(0, device=source.model.device), here):
+        raise OptionError(
+            f"the dense model is on {source.model.device} and the compressed one on {here}; move one of them"
+        )
     if source.config.vocab_size != (size := given.network.config.get_text_config().vocab_size):
         raise OptionError(
             f"the teacher has {source.config.vocab_size:,} tokens and the model {size:,}; give the dense model that it "

@@ -1,5 +1,7 @@
 """What a recovery is asked for, and whether it can be done."""
 
+import math
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -94,11 +96,11 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
     for name, value in zip(least, (options.tokens, options.rank, options.batch_tokens, options.length), strict=True):
         if value < least[name]:
             raise OptionError(f"{option(name)} must be at least {least[name]}, got {value}")
-    positive = (options.lr, settings.minutes)
-    if not (all(n is None or n > 0 for n in positive) and options.tolerance >= 0):  # a NaN neither
-        raise OptionError(
-            f"{option('lr')} and {option('minutes')} must be more than 0, and {option('tolerance')} at least 0"
-        )
+    for name, value in (("lr", options.lr), ("minutes", settings.minutes)):
+        if value is not None and not 0 < value < math.inf:  # a NaN neither
+            raise OptionError(f"{option(name)} must be more than 0 and finite, got {value}")
+    if not 0 <= options.tolerance < math.inf:
+        raise OptionError(f"{option('tolerance')} must be at least 0 and finite, got {options.tolerance}")
     check_seed(options.seed)
     if settings.report_to not in (known := ["none", "all", *get_available_reporting_integrations()]):
         raise OptionError(
@@ -119,6 +121,18 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
         check_name(Path(settings.cache_logits))
     if output is not None:
         check_output(Path(output))
+    if output is not None and settings.cache_logits is not None:
+        _check_apart(Path(output), Path(settings.cache_logits))
+
+
+def _check_apart(output: Path, cache: Path) -> None:
+    """Raise :class:`OptionError` where the folder to write would be in the way of the cache, or the other way round."""
+    folders = [Path(os.path.abspath(folder)) for folder in (output, cache)]
+    if any(one.is_relative_to(other) for one, other in (folders, folders[::-1])):
+        raise OptionError(
+            f"{option('cache_logits')} {cache} and {option('output')} {output} are one folder, or one is in the other; "
+            "choose another folder for one of them"
+        )
 
 
 def check_blockwise(options: Options, settings: Settings, output: str | Path | None) -> None:

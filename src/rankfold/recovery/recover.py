@@ -42,10 +42,12 @@ from .opening import (
     Compressed,
     Given,
     Teacher,
+    device_beside,
     load_texts,
     open_student,
     open_student_streamed,
     open_teacher,
+    opened_before,
     probes_of,
 )
 from .options import Options, Settings, check, check_blockwise, check_device
@@ -153,11 +155,13 @@ def recover(
     if blockwise:
         check_blockwise(options, settings, output)
     check(options, settings, output)
+    teacher = opened_before(teacher, model)
+    device = device_beside(teacher, device)
     given = (open_student_streamed if blockwise else open_student)(model, device)
     if not blockwise:
         check_device(given.network)
     check_trainable(given.network, tune)
-    source = open_teacher(teacher, model, given, device)
+    source = open_teacher(teacher, given)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
     texts = load_texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
     recovery = Recovery(given, source, kept, texts, probes_of(source, given.record), options, settings)

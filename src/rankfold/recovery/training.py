@@ -3,11 +3,12 @@
 Shape legend: N sequences, T tokens.
 """
 
+import contextlib
 import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -164,6 +165,20 @@ class KeepWhole(TrainerCallback):
 def recomputes(args: TrainingArguments) -> bool:
     """Tell whether activations inside a block are computed again in the backward pass."""
     return getattr(args, _CHECKPOINTING)
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Take back what Trainer sets in a model: it turns its cache off, and has it compute activations twice for good."""
+    config = dict(vars(model.config))
+    try:
+        yield
+    finally:
+        vars(model.config).clear()
+        vars(model.config).update(config)
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            getattr(model, f"{_CHECKPOINTING}_disable")()
+            model.disable_input_require_grads()
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -23,6 +23,7 @@ from .._utils.files import read_json, write_json
 from .._utils.present import present
 from .._utils.processes import from_first, gather, on_first, outside_exchanges
 from .._utils.sizes import plural, size_text
+from ..checkpoint.config import name_dtype
 from ..checkpoint.shards import write_processors
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
@@ -44,6 +45,7 @@ from .training import (
     Progress,
     arguments,
     last_checkpoint,
+    left_as_it_was,
     reaches_all,
     recomputes,
     sequences_of_step,
@@ -139,6 +141,8 @@ class WholeModel:
         facts = self._train(nats(before), seconds)
         if not settings.adapter and self.network is not self.student:
             self.network = self.student = self.network.merge_and_unload()
+        if not settings.adapter:
+            self.student.requires_grad_(True)  # as of any loaded model
         round_weights(self.student, self.written, self.options.seed)
         return of_dense, before, score(self.network, Head(self.student), self.held_out), facts
 
@@ -176,7 +180,7 @@ class WholeModel:
         common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
         common["checkpointing"] = self.settings.gradient_checkpointing
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
-        with without_dropout(student), evaluating(self.dense):
+        with without_dropout(student), left_as_it_was(student), evaluating(self.dense):
             trial = functools.cache(lambda: make(args(steps=1, every=1)))  # where a rate or a time is to be measured
             lr = options.lr or self._measured_rate(trial())
             args = functools.partial(args, learning_rate=lr)
@@ -234,7 +238,7 @@ class WholeModel:
         """Say what is trained, for how long and in how much memory; return how many weights, and the bytes.
 
         Raises:
-            CheckpointError: the disk has no room for what lets a killed run go on.
+            CheckpointError: the disk has no room for the best state, and for what lets a killed run go on.
         """
         trained = trained_weights(self.network)
         memory = training_memory(
@@ -245,10 +249,10 @@ class WholeModel:
             self.options.loss,
             args,
         )
-        disk = training_disk(self.network, self.student) if self.keep else 0
+        disk = training_disk(self.network, self.student, keep=self.keep)
         if from_first(lambda: last_checkpoint(self.work)) is None and from_first(self._free) < disk:
             raise CheckpointError(
-                f"a run that can go on after it is killed takes {size_text(disk)} in {self.work}, and "
+                f"training takes {size_text(disk)} on the disk, in {self.work}, and "
                 f"{size_text(from_first(self._free))} are free; free space, choose another folder, or give "
                 f"{option('tune', 'lora')}"
             )
@@ -287,7 +291,7 @@ class WholeModel:
         """Hold the weights in the dtype in which they are written."""
         for parameter in self.student.parameters():
             parameter.data = parameter.data.to(self.written) if parameter.is_floating_point() else parameter.data
-        self.student.config.dtype = self.written
+        name_dtype(self.student.config, self.written)
         self.network.eval()
 
     def write(self, folder: Path) -> None:
