@@ -89,8 +89,8 @@ def test_every_departure_is_named_and_nothing_else():
     texts = [{"text": "c4", "length": 128, "limit": 4}]
     assert ARENA.departures(*described(texts=texts, tasks=measures["tasks"] | {"limit": 4})) == [
         "texts c4 in place of wikitext2, c4",
-        "tokens of a window 128 in place of 2048",
-        "windows 4 in place of all",
+        "tokens of an evaluation sample 128 in place of 2048",
+        "evaluation samples 4 in place of all",
         "questions of a task 4 in place of all",
     ]
 

@@ -51,7 +51,7 @@ def cheapest(
         most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
             f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the "
-            f"sparsity, compress more modules, lower {method_option('rank_multiple')}, "
+            f"sparsity, compress more modules if some are left out, lower {method_option('rank_multiple')}, "
             f"or use {method_option('allocation', 'uniform')}"
         )
     found: Ranks = {}

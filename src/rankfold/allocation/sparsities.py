@@ -29,7 +29,8 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
     if total > most * (1 + 1e-12):
         raise OptionError(
             f"an average sparsity of {average:g} cannot be reached with these modules and ranks; the most is "
-            f"{rounded_down((most / weights.sum()).item())}. Lower the sparsity, or compress more modules"
+            f"{rounded_down((most / weights.sum()).item())}. Lower the sparsity, or compress more modules if "
+            "some are left out"
         )
     phi, free = phi.clone(), torch.ones_like(phi, dtype=torch.bool)
     while True:

@@ -104,8 +104,8 @@ class Protocol:
             ("calibration samples", calibration["num_samples"], own["num_samples"]),
             ("tokens of a sample", calibration["max_length"], own["max_length"]),
             ("texts", _listed(text["text"] for text in texts), _listed(self.texts)),
-            ("tokens of a window", texts[0]["length"], self.text_length),
-            ("windows", _limit(texts[0]["limit"]), "all"),
+            ("tokens of an evaluation sample", texts[0]["length"], self.text_length),
+            ("evaluation samples", _limit(texts[0]["limit"]), "all"),
             ("questions of a task", _limit(run.get("limit")), "all"),
             (
                 "tasks",

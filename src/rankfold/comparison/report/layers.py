@@ -77,11 +77,11 @@ def _kept(row: dict, module: str) -> list[tuple[int, float]]:
 
 
 def _error(rows: list[dict], looks: dict[float, dict]) -> Figure:
-    """On windows that were not fitted, where there are any."""
+    """On samples that were not fitted, where there are any."""
     where = (
         "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
     )
-    title = f"relative error, {where} windows\n{rows[0]['label']}"
+    title = f"relative error, {where} samples\n{rows[0]['label']}"
 
     def finish(axes: Axes, module: str) -> None:
         values = [value for row in rows for _, value in _errors(row, module)]
