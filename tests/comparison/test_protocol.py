@@ -109,11 +109,13 @@ def test_its_options_are_defaults_and_those_given_go_before_them():
 
 
 def test_what_would_make_the_sizes_others_is_refused():
-    ARENA.check([0.4], ["selection"])
+    ARENA.check([0.4], [{"selection": "leverage", "modules": ("mlp", "vo")}, {}])
     with pytest.raises(OptionError, match=r"keeps 0\.8, 0\.6 of the model, so sparsities takes 0\.2, 0\.4 .*got 0\.3"):
         ARENA.check([0.2, 0.3], [])
-    with pytest.raises(OptionError, match="counts the parameters of the whole model, got scope"):
-        ARENA.check([0.2], ["scope"])
+    for given in ({"scope": "blocks"}, {"budget": "bytes"}, {"modules": {"mlp": 0.2}}):
+        (name,) = given
+        with pytest.raises(OptionError, match=f"counts the parameters of the whole model, got {name}="):
+            ARENA.check([0.2], [{}, given])
 
 
 @pytest.fixture(scope="module")
