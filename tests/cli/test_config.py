@@ -217,3 +217,7 @@ def test_a_comparison_gives_its_rows_and_its_measures(tmp_path):
     assert group(CalibrationOptions, params) == CalibrationOptions(["a text.txt"], 4, 32, 1, "body")
     one = parsed(tmp_path, facts, "-o", "one", "--methods", "svd", "--limit", "3", command="compare")
     assert [run.get("methods") for run in one["config"]] == [None, None] and one["limit"] == 3
+    del facts["identity"]["measures"]["tasks"]
+    facts["identity"]["measures"]["generation"] = {"limit": 2, "kinds": ["last word"], "folder": "words"}
+    written = parsed(tmp_path, facts, "-o", "again", command="compare")
+    assert written["generation"] and written["include_path"] == "words"

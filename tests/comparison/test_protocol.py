@@ -127,6 +127,15 @@ def place(tmp_path_factory):
     return folder
 
 
+def test_where_last_words_are_read_is_in_the_record(place, tmp_path):
+    """The command that repeats a comparison left them out, and said nothing."""
+    (tmp_path / "lambada.jsonl").write_text('{"text": "one two"}\n')
+    source = rankfold.open_model(place / "model", device="cpu")
+    found = Generations(source, Writing(str(tmp_path), limit=1)).describe()
+    assert found == {"limit": 1, "kinds": ["last word", "copying", "arithmetic"], "folder": tmp_path.name}
+    assert "folder" not in Generations(source, Writing(limit=1)).describe()
+
+
 def test_a_run_keeps_the_share_of_the_whole_model_and_says_what_it_left_out(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Questions, "measure", lambda *_, **__: {"boolq": {"acc": 0.5}, "piqa": {"acc": 0.1, "acc_norm": 0.75}}
