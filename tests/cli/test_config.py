@@ -163,6 +163,17 @@ def test_every_component_has_its_own_method_and_calibration(tmp_path):
     assert "seed" not in vision and vision["num_samples"] == 4
 
 
+def test_a_plan_by_a_config_alone_is_of_no_component_of_a_record(tmp_path):
+    """Two of them ended in a traceback, and of one the plan was that of the language model."""
+    first, record = record_of(make_method("modegpt", sparsity=0.2)), record_of(make_method("modegpt", sparsity=0.4))
+    first["plan"]["part"], record["plan"]["part"] = "vision", "language"
+    for found, of in ((first, "vision"), (record | {"before": first}, "vision=0.2,language=0.4")):
+        (tmp_path / "record.json").write_text(json.dumps(found))
+        line = ["plan", "model", "--config", str(tmp_path / "record.json"), "--gpu", "80GB"]
+        with pytest.raises(OptionError, match=f"--gpu plans .* and --config is of {of}; leave one of them out"):
+            typer.main.get_command(app)(line, standalone_mode=False)
+
+
 def wrong(key: str, value, *, method: bool = False) -> dict:
     record = record_of(make_method("modegpt"))
     (record["plan"]["method"] if method else record)[key] = value
@@ -206,3 +217,7 @@ def test_a_comparison_gives_its_rows_and_its_measures(tmp_path):
     assert group(CalibrationOptions, params) == CalibrationOptions(["a text.txt"], 4, 32, 1, "body")
     one = parsed(tmp_path, facts, "-o", "one", "--methods", "svd", "--limit", "3", command="compare")
     assert [run.get("methods") for run in one["config"]] == [None, None] and one["limit"] == 3
+    del facts["identity"]["measures"]["tasks"]
+    facts["identity"]["measures"]["generation"] = {"limit": 2, "kinds": ["last word"], "folder": "words"}
+    written = parsed(tmp_path, facts, "-o", "again", command="compare")
+    assert written["generation"] and written["include_path"] == "words"

@@ -109,11 +109,13 @@ def test_its_options_are_defaults_and_those_given_go_before_them():
 
 
 def test_what_would_make_the_sizes_others_is_refused():
-    ARENA.check([0.4], ["selection"])
+    ARENA.check([0.4], [{"selection": "leverage", "modules": ("mlp", "vo")}, {}])
     with pytest.raises(OptionError, match=r"keeps 0\.8, 0\.6 of the model, so sparsities takes 0\.2, 0\.4 .*got 0\.3"):
         ARENA.check([0.2, 0.3], [])
-    with pytest.raises(OptionError, match="counts the parameters of the whole model, got scope"):
-        ARENA.check([0.2], ["scope"])
+    for given in ({"scope": "blocks"}, {"budget": "bytes"}, {"modules": {"mlp": 0.2}}):
+        (name,) = given
+        with pytest.raises(OptionError, match=f"counts the parameters of the whole model, got {name}="):
+            ARENA.check([0.2], [{}, given])
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,15 @@ def place(tmp_path_factory):
     save_text(folder / "text.txt")
     save_text(folder / "other.txt", copies=2)
     return folder
+
+
+def test_where_last_words_are_read_is_in_the_record(place, tmp_path):
+    """The command that repeats a comparison left them out, and said nothing."""
+    (tmp_path / "lambada.jsonl").write_text('{"text": "one two"}\n')
+    source = rankfold.open_model(place / "model", device="cpu")
+    found = Generations(source, Writing(str(tmp_path), limit=1)).describe()
+    assert found == {"limit": 1, "kinds": ["last word", "copying", "arithmetic"], "folder": tmp_path.name}
+    assert "folder" not in Generations(source, Writing(limit=1)).describe()
 
 
 def test_a_run_keeps_the_share_of_the_whole_model_and_says_what_it_left_out(place, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Windows of texts too large to be tokenised as a whole: from everywhere, none twice, the same for a seed."""
 
 import gzip
+import io
 import json
 from types import SimpleNamespace
 
@@ -184,3 +185,22 @@ def test_a_long_row_gives_a_window_from_anywhere_in_it(tmp_path):
     tokens = load_calibration(str(tmp_path / "a.jsonl"), SOURCE, num_samples=11, max_length=64)
     first = [numbers(window)[0] for window in texts(tokens.ids)]
     assert len(set(first)) == 11 and max(first) - min(first) > LINES / 3
+
+
+class Counted(io.BytesIO):
+    """A file that counts the bytes of the lines read from it."""
+
+    count = 0
+
+    def readline(self, size: int | None = -1) -> bytes:
+        found = super().readline(size)
+        self.count += len(found)
+        return found
+
+
+def test_a_row_longer_than_its_slot_is_not_read_again_for_every_slot_that_it_fills():
+    rows = [b"a" * 50 + b"\n", b"b" * 10_000 + b"\n", b"c" * 48 + b"\n", b"d"]
+    file = Counted(b"".join(rows))
+    found = [row for begin in range(0, 10_200, 100) for _, row in pieces._lines(file, begin, begin + 100)]
+    assert found == rows
+    assert file.count < 3 * 10_200  # each slot once, and each row once

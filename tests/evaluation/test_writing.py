@@ -147,5 +147,7 @@ def test_out_of_range(tmp_path):
     (tmp_path / "lambada.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(DataError, match="the text needs two words"):
         Writing(str(tmp_path)).prompts()
+    with pytest.raises(DataError, match="include_path .*gone is not a folder; give one that holds lambada.jsonl"):
+        Writing(str(tmp_path / "gone")).prompts()
     with pytest.raises(OptionError, match="nothing to evaluate; give text, tasks, generation or speed"):
         evaluate("model")

@@ -78,7 +78,7 @@ def command(
     for run in config or [{}]:
         forms, fractions = parse_forms(run.get("methods", methods)), parse_sparsities(run.get("sparsities", sparsities))
         if rules:
-            rules.check(fractions, (name for form in forms for name in form.options))
+            rules.check(fractions, [form.options for form in forms])
         common = {"scope": "model"} if rules else None
         cells |= {cell.key: cell for cell in cells_of(forms, fractions, common)}
     for module in ("matplotlib", "jinja2"):

@@ -181,7 +181,7 @@ def _of_recovery(facts: Settings) -> Settings:
 
 def _of_comparison(identity: Settings) -> Settings:
     measures = identity["measures"]
-    first, tasks = measures["texts"][0], measures.get("tasks")
+    first, tasks, generation = measures["texts"][0], measures.get("tasks"), measures.get("generation", {})
     values = {
         "text_column": first.get("text_column"),
         **_of_base(identity),
@@ -190,7 +190,7 @@ def _of_comparison(identity: Settings) -> Settings:
         "text_length": first["length"],
         "limit": first["limit"],
         "tasks": tasks and ",".join(tasks["tasks"]),
-        "include_path": tasks and tasks["folder"],
+        "include_path": (tasks or {}).get("folder") or generation.get("folder"),
         "generation": "generation" in measures,
         "speed": "speed" in measures,
         "protocol": identity.get("protocol", {}).get("name"),

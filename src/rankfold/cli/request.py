@@ -121,9 +121,19 @@ class Request:
         return plans
 
     def predicted(self, methods: "dict[str | None, Method]", gpu: str, gpus: int) -> "Plan":
-        """Plan by the shapes of a config for accelerators that are not here."""
+        """Plan by the shapes of a config for accelerators that are not here.
+
+        Raises:
+            OptionError: the record is of other components; see :func:`rankfold.plan`.
+        """
         from .. import api
 
+        of = self.components or self.component  # of a record: on the command line they are refused before
+        if of not in (None, "language"):
+            raise OptionError(
+                "--gpu plans one component by the shapes of a config alone, the language model where there is one, "
+                f"and --config is of {of}; leave one of them out"
+            )
         (method,) = methods.values()
         return api.plan(
             self.model,

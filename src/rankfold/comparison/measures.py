@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity
-from ..evaluation.writing import Writing
+from ..evaluation.writing import LAST_WORD, Writing
 from ..models.dense_model import DenseModel
 
 DENSE, COMPRESSED = "dense", "compressed"
@@ -144,7 +144,8 @@ class Generations:
         self._dense: list[list[int]] | None = None  # what the dense model writes
 
     def describe(self) -> dict:
-        return {"limit": self.writing.limit, "kinds": self.kinds}
+        found, folder = {"limit": self.writing.limit, "kinds": self.kinds}, self.writing.folder
+        return found if folder is None or LAST_WORD not in self.kinds else found | {"folder": shown(folder)}
 
     def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
         tokenizer = self.source.tokenizer

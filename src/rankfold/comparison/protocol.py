@@ -70,17 +70,18 @@ class Protocol:
     def _task(self, name: str) -> str:
         return f"{name}:{self.tasks[name]}" if self.tasks[name] else name
 
-    def check(self, sparsities: Iterable[float], options: Iterable[str]) -> None:
+    def check(self, sparsities: Iterable[float], options: Iterable[Mapping[str, Any]]) -> None:
         """Raise :class:`OptionError` for a sparsity that the protocol does not have, and for what a sparsity counts.
 
         Args:
-            options: names of those given to the methods.
+            options: those given to each method.
         """
-        for name in {"scope", "budget"} & {*options}:
-            raise OptionError(
-                f"protocol {self.name} counts the parameters of the whole model, got {method_option(name)}; leave it "
-                "out, or the protocol"
-            )
+        for name, value in ((name, value) for given in options for name, value in given.items()):
+            if name in ("scope", "budget") or (name == "modules" and isinstance(value, Mapping)):
+                raise OptionError(
+                    f"protocol {self.name} counts the parameters of the whole model, got {method_option(name, value)}; "
+                    f"{'name the modules alone' if name == 'modules' else 'leave it out'}, or leave out the protocol"
+                )
         others = [value for value in sparsities if value not in self.sparsities]
         if others:
             raise OptionError(

@@ -102,7 +102,7 @@ def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
     """Lines whose first byte is in ``[begin, end)``, and where that is."""
     file.seek(max(0, begin - 1))
     if begin:
-        file.readline()  # the rest of the line that holds the byte before
+        file.readline(end - begin + 1)  # the rest of the line that holds the byte before, where it ends in the slot
     while (where := file.tell()) < end and (line := file.readline()):
         yield where, line
 

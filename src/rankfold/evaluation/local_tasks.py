@@ -131,7 +131,7 @@ def local_rows(name: str, folder: Path, num_fewshot: int | None) -> dict[str, Pa
     if name not in LOCAL:
         hint = suggestion(name, LOCAL)
         raise OptionError(f"task {name!r} is not read from files; {hint}available: {', '.join(sorted(LOCAL))}")
-    found, suffix = _files(LOCAL[name], folder), f"_{LOCAL[name].examples}"
+    found, suffix = files_of(name, folder), f"_{LOCAL[name].examples}"
     files = {"test": _one(name, folder, [path for path in found if not path.stem.endswith(suffix)])}
     if num_fewshot:
         files["train"] = _one(name, folder, [path for path in found if path.stem.endswith(suffix)], suffix)
@@ -196,10 +196,20 @@ def _rows_of(part: str, files: dict[str, Path], scratch: Path) -> dict[str, Path
     return found
 
 
-def _files(form: Form, folder: Path) -> list[Path]:
+def files_of(name: str, folder: Path) -> list[Path]:
+    """Return the files with rows of a task.
+
+    Args:
+        name: one of :data:`LOCAL`.
+        folder: see :func:`local_rows`.
+
+    Raises:
+        DataError: it is no folder.
+    """
+    prefix = LOCAL[name].prefix
     if not folder.is_dir():
-        raise DataError(f"{option('include_path')} {folder} is not a folder; give one that holds {form.prefix}.jsonl")
-    return [p for p in sorted(folder.glob("*.jsonl")) if p.stem == form.prefix or p.stem.startswith(form.prefix + "_")]
+        raise DataError(f"{option('include_path')} {folder} is not a folder; give one that holds {prefix}.jsonl")
+    return [p for p in sorted(folder.glob("*.jsonl")) if p.stem == prefix or p.stem.startswith(prefix + "_")]
 
 
 def _one(name: str, folder: Path, found: list[Path], suffix: str = "") -> Path:

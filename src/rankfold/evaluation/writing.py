@@ -23,9 +23,10 @@ from ..data.text import decode
 from ..data.tokens import tokenised
 from ..errors import DataError, OptionError, option
 from .generation import ends_alone, generate_ids
-from .local_tasks import local_rows
+from .local_tasks import files_of, local_rows
 
 WRITTEN, BEGINNING = 64, 32  # tokens of free text, and of the passage it goes on from
+LAST_WORD = "last word"  # the kind of prompt whose rows are in a folder
 ORDERS = {"repetition": 4, "distinct": 2}  # tokens of what is counted
 SEED = 0
 WORDS = (
@@ -141,16 +142,17 @@ class Writing:
         """Return the prompts of every kind.
 
         Raises:
-            OptionError, DataError: a number out of range; rows of LAMBADA of another kind.
+            OptionError, DataError: a number out of range; no folder, or rows of LAMBADA of another kind.
         """
         for name in ("limit", "batch_size"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{option(name)} must be >= 1, got {getattr(self, name)}")
         found = {"copying": copying(self.limit), "arithmetic": arithmetic(self.limit)}
-        if self.folder is None or not any(Path(self.folder).expanduser().glob("lambada*.jsonl")):
+        folder = None if self.folder is None else Path(self.folder).expanduser()
+        if folder is None or not files_of("lambada_openai", folder):
             return found
-        rows = local_rows("lambada_openai", Path(self.folder).expanduser(), None)["test"]
-        return {"last word": last_words(rows, self.limit)} | found
+        rows = local_rows("lambada_openai", folder, None)["test"]
+        return {LAST_WORD: last_words(rows, self.limit)} | found
 
     def measure(self, network, tokenizer, dense: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
         """Have a model in memory write, greedily.
