@@ -13,7 +13,7 @@ from rankfold.methods import BlockResult, make_method
 from rankfold.methods.base import spared_passes
 from rankfold.methods.modegpt.attention import compress_attention
 from rankfold.modules.attention import CompressedAttention
-from tiny_encoders import ENCODERS, opened_encoder
+from tiny_encoders import ENCODERS, opened_encoder, packed
 
 RANKS = {"qk": 4, "vo": 6, "mlp": 24}
 
@@ -40,10 +40,11 @@ def compressed_block(source, stream):
     return put(view, result, source)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon-gqa", "qwen3", "bert", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon-gqa", "qwen3", "bert", "gpt_neox", "bloom", "qwen2-vl"])
 def test_later_passes_take_what_was_mixed_and_a_new_output_projection_reads_it(family, mixing):
     source = opened_encoder(family) if family in ENCODERS else opened(family)
-    stream = start(source, some_ids(12, 16), autocast=None, most=64)
+    ids = tuple(packed(seed, (4, 6)) for seed in range(3)) if source.part.packed else some_ids(12, 16)
+    stream = start(source, ids, autocast=None, most=64)
     view = compressed_block(source, stream)
     kept, fresh, batches = stream.copy(), stream.copy(), len(stream.hidden)
     assert batches == 3
@@ -61,13 +62,12 @@ def test_later_passes_take_what_was_mixed_and_a_new_output_projection_reads_it(f
     assert "mix" not in vars(view.attention.module)
 
 
-def test_it_is_not_kept_off_the_device_nor_where_states_are_handed_on_nor_of_a_dense_attention(tmp_path):
+def test_it_is_not_kept_off_the_device_nor_of_a_dense_attention(tmp_path):
     source = opened("llama")
     stream = start(source, some_ids(4, 16), autocast=None)
     dense = source.block(1).attention.module
     attention = compressed_block(source, stream).attention.module
     for other, module in (
-        (replace(stream, hands_on=True), attention),
         (replace(stream, offload=rankfold.calibration.offload.Offload(source.device, tmp_path)), attention),
         (stream, dense),
     ):

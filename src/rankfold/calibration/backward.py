@@ -19,6 +19,7 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch, Data, again
 from .gradients import BackwardObserver
+from .leaving import watched
 from .moments import BlockMoments, check_finite, sum_shards
 from .runner import Shard, Stream, advance, batch_tokens, predictions, start
 
@@ -126,7 +127,7 @@ def _through(
     """
     args, kwargs, _ = stream.calls[batch][view.index]  # what is added behind the block takes no part
     x = hidden.requires_grad_()
-    with _watched(observers, hidden.shape[1]):
+    with watched(*(_Told(observer, hidden.shape[1]) for observer in observers)):
         with stream.context():
             output = view.module(x, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
@@ -145,23 +146,18 @@ def _frozen(module: nn.Module) -> Iterator[None]:
             weight.requires_grad_()
 
 
-@contextlib.contextmanager
-def _watched(observers: Iterable[BackwardObserver], length: int) -> Iterator[None]:
-    """Have every observer told of the gradient at the output of its layer, sequence by sequence, also where a block
-    hands its layers the tokens of all sequences in one row."""
+class _Told:
+    """Tells an observer of the gradient at the output of its layer, sequence by sequence, also where a block hands its
+    layers the tokens of all sequences in one row."""
 
-    def sequences(x: Tensor) -> Tensor:
-        return x.reshape(-1, length, x.shape[-1])
+    def __init__(self, observer: BackwardObserver, length: int):
+        self.observer, self.length = observer, length
 
-    def watch(observer: BackwardObserver):
-        def forward(_, args, output) -> None:
-            output.register_hook(lambda g: observer.add(sequences(args[0].detach()), sequences(g)))
+    def hooks(self):
+        return [self.observer.layer.register_forward_hook(self._ran)]
 
-        return observer.layer.register_forward_hook(forward)
+    def _ran(self, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(lambda g: self.observer.add(self._sequences(args[0].detach()), self._sequences(g)))
 
-    handles = [watch(observer) for observer in observers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def _sequences(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.length, x.shape[-1])

@@ -109,10 +109,9 @@ class Stream:
     def keep_mixed(self, attention: nn.Module) -> None:
         """From here to the end of this block, have its attention compute what it mixes of every batch once.
 
-        Off the device that would be written and read back in place of the states; an attention that hands keys and
-        values on has to run.
+        Not where states are kept off the device: it would be written and read back in place of them.
         """
-        if type(attention) is CompressedAttention and not (self.offload or self.hands_on):
+        if isinstance(attention, CompressedAttention) and self.offload is None:
             self.mixed = Mixed(attention)
 
     def context(self):

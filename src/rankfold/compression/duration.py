@@ -146,7 +146,7 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
         statistics = method.alone(view).statistics(view)
         alone = clock(lambda: measure(view, stream.copy(), statistics, step=True)) / tokens
     stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
-    if mode == "sequential" and source.offload is None and not stream.hands_on:  # as in Stream.keep_mixed
+    if mode == "sequential" and source.offload is None:  # as in Stream.keep_mixed
         spared = spared_passes(method.stages(view, the_plan.ranks(index)))
         stages -= spared * clock(lambda: attend(view, stream)) / tokens if spared else 0.0
     some = noise(source.part, 1, min(length, HEAD_TOKENS))

@@ -29,6 +29,7 @@ from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, EXPERT_COUNT, Method, PrunableModule
+from ..methods.base import spared_passes
 from ..models.dense_model import DenseModel
 from ..models.weights import buffer_bytes
 from ..report.plan import ModulePlan, Plan
@@ -192,7 +193,7 @@ def build_plan(
         bytes_after=floats_after * item + sum(added for _, added in changes) + buffers - gone,
         kv_bytes_per_token=sum(view.attention.cached for view, _ in caching) * item,
         kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
-        peak_memory_bytes=_peak_memory(source, method, calibration, source.offload),
+        peak_memory_bytes=_peak_memory(source, method, calibration, source.offload, blocks),
         seconds=None,
         facts=allocated.facts
         | ({"zeros": removed} if method.leaves_zeros else {})
@@ -253,9 +254,12 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
     }
 
 
-def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None) -> int:
+def _peak_memory(
+    source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None, blocks: Blocks | None = None
+) -> int:
     """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that
-    measuring or decomposing a block, predicting held-out text, reading back or a backward pass takes."""
+    measuring or decomposing a block, predicting held-out text, reading back or a backward pass takes; with the ranks of
+    all blocks also what attention mixes, where that is kept."""
     item = source.compute_dtype.itemsize
     active = 2 if source.autocast else item
     largest, outer, held = _held(source)
@@ -278,8 +282,9 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
-    if method.keeps_mixed and offload is None:
-        stream += (here + held_out) * view.attention.heads * view.attention.head_dim * active
+    if any(spared_passes(method.stages(*block)) for block in blocks or ()):
+        kept = held_out if offload else here + held_out
+        stream += kept * view.attention.heads * view.attention.head_dim * active
     if source.architecture.handed:
         # Of two kinds of layers, for those that read them.
         kept = 2 * max(view.attention.cached for view in views) if any(v.attention.reads_others for v in views) else 0

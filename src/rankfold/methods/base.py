@@ -142,11 +142,6 @@ class Method(MethodConfig):
         raise NotImplementedError
 
     @property
-    def keeps_mixed(self) -> bool:
-        """Whether attention stays from one of its steps on, so that what it mixes of the samples is kept."""
-        return False
-
-    @property
     def caution(self) -> str:
         """Return a sentence on options known to lose much together, for the plan; empty where there are none."""
         return ""

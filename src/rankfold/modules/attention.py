@@ -262,9 +262,12 @@ class CompressedAttention(nn.Module):
 class PackedAttention(CompressedAttention):
     """Over sequences one after the other, without a batch dimension: images of any size in Qwen-VL's towers."""
 
-    def _forward(self, hidden_states, *, cu_seqlens, position_embeddings, **_):
+    def _forward(self, hidden_states, **kwargs):
+        return super()._forward(hidden_states, **kwargs)[0]
+
+    def mix(self, hidden_states, past, *, cu_seqlens, position_embeddings, **_):
         together, mixed = of_one_length(cu_seqlens), []
         for rows in together:
             tables = tuple(table[rows] for table in position_embeddings)
-            mixed.append(self.mix(hidden_states[rows], None, position_embeddings=tables)[0].flatten(0, 1))
-        return self._sent(torch.cat(mixed)[torch.cat([rows.flatten() for rows in together]).argsort()])
+            mixed.append(super().mix(hidden_states[rows], past, position_embeddings=tables)[0].flatten(0, 1))
+        return torch.cat(mixed)[torch.cat([rows.flatten() for rows in together]).argsort()], None

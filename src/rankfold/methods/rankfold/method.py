@@ -154,10 +154,6 @@ class Rankfold(MoDeGPT):
             found[1] = found[1]._replace(attention_stays=True)
         return found
 
-    @property
-    def keeps_mixed(self) -> bool:
-        return self.modules is None or bool({"qk", "vo"} & set(self.modules))
-
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
         found += REAP().work(view, ranks)
