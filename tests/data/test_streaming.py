@@ -187,6 +187,23 @@ def test_a_long_row_gives_a_window_from_anywhere_in_it(tmp_path):
     assert len(set(first)) == 11 and max(first) - min(first) > LINES / 3
 
 
+@pytest.mark.parametrize("books", ["read", "in memory"])
+def test_a_few_long_rows_give_all_samples_that_they_hold(tmp_path, books):
+    rows = ["".join(line(i) for i in range(begin, begin + LINES // 3)) for begin in (0, LINES // 3, 2 * LINES // 3)]
+    given = str(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    if books == "in memory":
+        given = rows
+    few, many = (load_calibration(given, SOURCE, num_samples=n, max_length=64) for n in (16, 40))
+    assert len(many.ids) == 40 and len(many.held_out) == 5 and torch.equal(few.ids, many.ids[:16])
+    windows = texts(torch.cat([many.ids, many.held_out]))
+    found = [n for window in windows for n in numbers(window)]
+    assert len(set(found)) == len(found) and {3 * n // LINES for n in found} == {0, 1, 2}
+    every = load_calibration(given, SOURCE, num_samples=10**5, max_length=64)
+    held = sum(map(len, rows)) / 64
+    assert held / 16 < len(every.ids) + len(every.held_out) <= held and every.wanted is not None
+
+
 class Counted(io.BytesIO):
     """A file that counts the bytes of the lines read from it."""
 

@@ -3,7 +3,9 @@
 Shape legend: S samples (windows of a text), T tokens of one.
 """
 
+import heapq
 import logging
+import random
 from collections.abc import Callable, Iterator
 
 import torch
@@ -47,7 +49,8 @@ def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read
     """Draw sequences at random over one text, or over several.
 
     A text of up to 16 MiB is tokenised as a whole and cut into samples, of which some are drawn; of a larger one random
-    pieces are tokenised, one sample each (:mod:`.streaming`). Samples never overlap.
+    pieces are tokenised, one sample each (:mod:`.streaming`), and of long rows more where there are too few. Samples
+    never overlap.
 
     An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that
     is lost without its start token (Gemma) has it in front of every sample.
@@ -144,15 +147,12 @@ def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> T
 def _windows_of_pieces(pieces: Iterator[str | Chat], model, count: int, length: int, seed: int) -> Iterator[Tensor]:
     """Up to ``count`` windows ``(T,)``: pieces are joined until they fill one, and what is left over is dropped.
 
-    Of a long piece a random stretch is taken. No special tokens are added, as there are none inside a whole text.
+    No special tokens are added, as there are none inside a whole text.
     """
-    generator, wanted = torch.Generator().manual_seed(seed), length * CHARACTERS_PER_TOKEN
-    joined, enough = "", wanted * 5 // 8
-    for document in pieces:
-        piece = written(document, model.tokenizer, model.name)
-        if (extra := len(piece) - wanted) > 0:
-            begin = int(torch.randint(extra + 1, (), generator=generator))
-            piece = piece[begin : begin + wanted]
+    wanted, joined = length * CHARACTERS_PER_TOKEN, ""
+    enough = wanted * 5 // 8
+    whole = (written(document, model.tokenizer, model.name) for document in pieces)
+    for piece in stretches(whole, wanted, most=count, seed=seed):
         joined = f"{joined}\n\n{piece}" if joined else piece
         if len(joined) < enough:
             continue
@@ -164,6 +164,24 @@ def _windows_of_pieces(pieces: Iterator[str | Chat], model, count: int, length: 
         count, joined, enough = count - 1, "", wanted * 5 // 8
         if not count:
             return
+
+
+def stretches(pieces: Iterator[str], size: int, *, most: int, seed: int) -> Iterator[str]:
+    """Yield a random stretch of every piece; then others of the long ones, drawn at random. None overlap.
+
+    Args:
+        pieces: each whole where it has no more than ``size`` characters.
+        most: of the others, which are kept meanwhile; the first of them do not depend on how many.
+    """
+    generator, lots = torch.Generator().manual_seed(seed), random.Random(seed)
+    kept = list[tuple[float, str]]()
+    for piece in pieces:
+        extra = len(piece) - size
+        begin = int(torch.randint(extra + 1, (), generator=generator)) if extra > 0 else 0
+        yield piece[begin : begin + size]
+        others = (*range(begin - size, -1, -size), *range(begin + size, extra + 1, size))
+        kept = heapq.nsmallest(most, [*kept, *((lots.random(), piece[n : n + size]) for n in others)])
+    yield from (stretch for _, stretch in kept)
 
 
 def _written_by(source, portion: Portion, length: int, seed: int) -> Drawn:
