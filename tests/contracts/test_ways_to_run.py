@@ -76,6 +76,19 @@ def test_weights_on_disk_are_brought_back_wherever_they_are_used(folder, tmp_pat
     assert torch.equal(away.generate(some_ids(), **GREEDY), model.generate(some_ids(), **GREEDY))
 
 
+@pytest.mark.parametrize("options", [{"bits": 4}, HEADS])
+def test_buffers_on_disk_are_brought_back_too(folder, tmp_path, options):
+    """Codes of quantised factors are buffers, and so is the order of a per-head identity."""
+    needs("accelerate", "1.15", "a model of which nothing fits in memory is refused")
+    place = folder("opt", "latentllm", **options)
+    model = loaded(place)
+    most = sum(p.nbytes for p in model.parameters()) // 2
+    options = {"max_memory": {"cpu": most}, "offload_folder": tmp_path, "offload_buffers": True}
+    away = loaded(place, device_map="auto", **options)
+    assert "disk" in away.hf_device_map.values()
+    assert torch.equal(away.generate(some_ids(), **GREEDY), model.generate(some_ids(), **GREEDY))
+
+
 @pytest.mark.parametrize(
     "family, method",
     [("llama", "modegpt"), ("mistral", "rankfold"), ("gpt2", "modegpt"), ("opt", "latentllm"), ("llama", "slicegpt")],

@@ -84,6 +84,33 @@ def lines_without(arguments: str, *names: str) -> CompletedProcess:
     return python(blocked, *names)
 
 
+BOTH = """
+import sys
+order, small, stock = sys.argv[1:]
+if order == "package first":
+    import rankfold
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(small, trust_remote_code=True)
+import rankfold
+from rankfold.modules import CompressedAttention, RankfoldConfig
+again = rankfold.load(small, device="cpu")
+built = AutoModelForCausalLM.from_config(model.config)
+for one in (again, built) if order == "code first" else (model, again, built):
+    assert type(one.config.quantization_config) is RankfoldConfig
+    assert any(isinstance(module, CompressedAttention) for module in one.modules())
+shapes = lambda m: {name: tensor.shape for name, tensor in m.state_dict().items()}
+assert shapes(built) == shapes(model)
+assert rankfold.export(small, stock).difference < 1e-5
+"""
+
+
+@pytest.mark.parametrize("order", ["package first", "code first"])
+def test_the_package_goes_before_the_code_beside_the_weights(tmp_path, order):
+    """Whoever trusts the code, and then uses the package on the same folder, gets modules that the package knows."""
+    done = python(BOTH, order, str(small_llama(tmp_path)), str(tmp_path / "stock"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_lm_evals_own_way_of_loading_runs(tmp_path):
     """It reads the config with the code trusted, asks transformers about the method, and only then loads the model."""
     small = small_llama(tmp_path)

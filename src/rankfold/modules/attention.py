@@ -127,10 +127,14 @@ class CompressedAttention(nn.Module):
         return self._attend_cached(query, *past.update(key, value, self.layer_idx), **kwargs)
 
     def _nothing(self, hidden_states, past):
-        """Return values of no heads. The cache counts the tokens: some models ask the first layer for their number."""
+        """Return values of no heads.
+
+        The cache gets one number of each token and so counts them: models and masks ask one layer for how many there
+        are, and to transformers a cache without numbers is an empty one.
+        """
         nothing = hidden_states[..., :0]
         if past is not None:
-            past.update(nothing[:, None], nothing[:, None], self.layer_idx)
+            past.update(hidden_states[:, None, :, :1], nothing[:, None], self.layer_idx)
         return nothing
 
     def _project(self, x):

@@ -96,8 +96,9 @@ class HeadIdentity(nn.Module):
         back = torch.argsort(self.order.long(), -1)[:, None].expand(-1, rest.shape[1], -1)
         return torch.cat([identity, rest], -1).gather(2, back).flatten(0, 1)
 
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)
+    def forward(self, x=None):
+        """``B`` times the rows of ``x``; without them the matrix."""
+        return self.weight if x is None else nn.functional.linear(x, self.weight)
 
 
 def matrix_of(factor, columns: int, like):
@@ -107,7 +108,7 @@ def matrix_of(factor, columns: int, like):
     ``weight`` says, so it is run on the identity.
     """
     if type(factor) in (QuantizedTensor, HeadIdentity):
-        return factor.weight
+        return factor()  # by a call, as its buffers may have been put away (accelerate's offloading)
     if type(factor) is nn.Linear and type(factor.weight) is nn.Parameter and not factor.weight.is_meta:
         return factor.weight  # and not a quantiser's, nor put away (accelerate's offloading)
     return factor(torch.eye(columns, dtype=like.dtype, device=like.device)).T

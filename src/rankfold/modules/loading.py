@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .attention import CompressedAttention, PackedAttention
@@ -238,14 +238,22 @@ class RankfoldAutoConfig(_Remote):
 
 
 def _register() -> None:
-    """Make the format known to transformers once a process, whether the package or a checkpoint brings this code."""
+    """Make the format known to transformers, whether the package or a checkpoint brings this code.
+
+    The package's goes before that of a checkpoint, wherever both are in a process: all else in the package knows its
+    own classes only.
+    """
+    if METHOD_NAME in AUTO_QUANTIZATION_CONFIG_MAPPING and Path(__file__).name == CODE_FILE:
+        return
     for name in METHOD_NAMES:
-        if name in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            return
-        register_quantization_config(name)(RankfoldConfig)
-        register_quantizer(name)(RankfoldQuantizer)
+        AUTO_QUANTIZATION_CONFIG_MAPPING[name] = RankfoldConfig
+        AUTO_QUANTIZER_MAPPING[name] = RankfoldQuantizer
     base: Any = PreTrainedModel
-    base._from_config = classmethod(_structured(base._from_config.__func__))
+    found = base._from_config.__func__
+    dense = getattr(found, "builds_dense", found)  # beneath the code of a checkpoint
+    made: Any = _structured(dense)
+    made.builds_dense = dense
+    base._from_config = classmethod(made)
 
 
 def _structured(dense):
@@ -257,11 +265,10 @@ def _structured(dense):
     @functools.wraps(dense)
     def from_config(cls, config, **kwargs):
         model = dense(cls, config, **kwargs)
-        description = getattr(config, "quantization_config", None)
-        if isinstance(description, dict) and description.get("quant_method") in METHOD_NAMES:
-            description = RankfoldConfig.from_dict(description)
-        if isinstance(description, RankfoldConfig):
-            before = set(model.modules())
+        found = getattr(config, "quantization_config", None)
+        found = found.to_dict() if isinstance(found, QuantizationConfigMixin) else found
+        if isinstance(found, dict) and found.get("quant_method") in METHOD_NAMES:
+            description, before = RankfoldConfig.from_dict(found), set(model.modules())
             install(model, description.modules)
             _initialise([module for module in model.modules() if module not in before], model)
             model.tie_weights(recompute_mapping=False)
