@@ -59,6 +59,7 @@ def test_what_is_kept_by_hand_and_what_falls_short(gates):
 
 def test_a_run_writes_its_record_and_ends_with_what_falls_short(gates, tmp_path, monkeypatch, capsys):
     save_tiny(tmp_path / "tiny", blocks=1)
+    (tmp_path / "tasks").mkdir()
     for name in ("text", "other"):
         save_text(tmp_path / f"{name}.txt")
     file = tmp_path / "gates.toml"

@@ -208,21 +208,29 @@ class RankfoldForCausalLM(_Remote):
 
     @classmethod
     def from_pretrained(cls, path, *args, config=None, **kwargs):
-        return cls._stock(config).from_pretrained(path, *args, config=config, **kwargs)
+        stock, config = cls._stock(config)
+        return stock.from_pretrained(path, *args, config=config, **kwargs)
 
     @classmethod
     def _from_config(cls, config, **kwargs):
-        return cls._stock(config)._from_config(config, **kwargs)
+        stock, config = cls._stock(config)
+        return stock._from_config(config, **kwargs)
 
     @staticmethod
     def _stock(config):
+        """Return what AutoModelForCausalLM takes without this code: a class, and of some models that see the config of
+        their language model."""
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if name is None:
             raise ValueError(
                 f"{config.model_type} has no class for AutoModelForCausalLM; load the checkpoint by the Auto class of "
                 f"what it names: {', '.join(config.architectures or ())}"
             )
-        return getattr(transformers, name)
+        stock, text = getattr(transformers, name), config.get_text_config()
+        if text is not config and stock.config_class is type(text):
+            text.quantization_config = config.quantization_config
+            return stock, text
+        return stock, config
 
 
 class RankfoldAutoConfig(_Remote):

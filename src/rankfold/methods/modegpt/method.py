@@ -228,7 +228,7 @@ class MoDeGPT(MeasurableMethod):
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         attention, full = view.attention, view.attention.head_dim
         qk, vo = ranks.get("qk", full), ranks.get("vo", full)
-        counter = 1 if vo == 0 else 0  # of an attention that is gone
+        counter = ranks.get("vo") == 0  # of an attention that is gone; others have none from the beginning
         return attention.cached - attention.kv_heads * (2 * full - qk - vo) + counter
 
     def curve(self, view: BlockView, moments, unit: PrunableModule, least: int) -> Curve:
