@@ -5,13 +5,16 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+import transformers as t
 
 import rankfold
-from families import some_ids, tiny_model
+from families import GQA, HEADS_OF_STATES, some_ids, tiny_model
 from rankfold.data.calibration_data import CalibrationData
+from rankfold.modules.loading import RankfoldForCausalLM
 from tiny_encoders import batch_of, opened_encoder, samples_of
 from warm import python
 
+LAYERS = ["linear_attention", "full_attention", "full_attention"]
 WITHOUT = """
 import sys, importlib.abc
 class Block(importlib.abc.MetaPathFinder):
@@ -76,6 +79,25 @@ def test_without_rankfold(tmp_path, family, method, options):
     assert torch.equal(twice, expected)
     written, again = (tmp_path / name / "modeling_rankfold.py" for name in ("small", "again"))
     assert again.read_bytes() == written.read_bytes()
+
+
+@pytest.mark.parametrize(("method", "options"), [("modegpt", {}), ("latentllm", {"bits": 6})])
+def test_a_model_that_sees_loads_as_its_language_model_where_the_dense_one_does(tmp_path, method, options):
+    text = t.Qwen3_5TextConfig(**GQA, **HEADS_OF_STATES, head_dim=8, layer_types=LAYERS)
+    sizes = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+    dense = t.Qwen3_5ForConditionalGeneration(t.Qwen3_5Config(text_config=text, vision_config=sizes))
+    dense.save_pretrained(tmp_path / "dense")
+    tokens, folder = CalibrationData(some_ids(16, 32), "random", "random", 0), tmp_path / "small"
+    options |= {"method": method, "rank_multiple": 2, "calibration": tokens, "output": folder, "device": "cpu"}
+    rankfold.compress(tmp_path / "dense", 0.2, **options)
+    with torch.no_grad():
+        expected = rankfold.load(folder, device="cpu")(input_ids=some_ids()).logits
+        model = t.AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(tmp_path / "again")
+        again = t.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        remote = RankfoldForCausalLM.from_pretrained(folder, config=t.AutoConfig.from_pretrained(folder))
+        for one in (model, again, remote):
+            assert type(one) is t.Qwen3_5ForCausalLM and torch.equal(one(input_ids=some_ids()).logits, expected)
 
 
 def lines_without(arguments: str, *names: str) -> CompletedProcess:

@@ -167,9 +167,9 @@ def _place(model: Any, path: str) -> str:
     raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have{instead}")
 
 
-def _places(model: Any, path: str) -> tuple[str, str, str]:
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    return path, path.removeprefix(prefix), prefix + path
+def _places(model: Any, path: str) -> tuple[str, ...]:
+    prefix, language = f"{getattr(model, 'base_model_prefix', '')}.", path.replace("language_model.", "", 1)
+    return path, path.removeprefix(prefix), prefix + path, language
 
 
 def _is_beyond(model: nn.Module, path: str) -> bool:
