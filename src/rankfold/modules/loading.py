@@ -253,9 +253,10 @@ def _register() -> None:
     """
     if METHOD_NAME in AUTO_QUANTIZATION_CONFIG_MAPPING and Path(__file__).name == CODE_FILE:
         return
+    configs: Any = AUTO_QUANTIZATION_CONFIG_MAPPING
+    quantizers: Any = AUTO_QUANTIZER_MAPPING
     for name in METHOD_NAMES:
-        AUTO_QUANTIZATION_CONFIG_MAPPING[name] = RankfoldConfig
-        AUTO_QUANTIZER_MAPPING[name] = RankfoldQuantizer
+        configs[name], quantizers[name] = RankfoldConfig, RankfoldQuantizer
     base: Any = PreTrainedModel
     found = base._from_config.__func__
     dense = getattr(found, "builds_dense", found)  # beneath the code of a checkpoint
@@ -276,7 +277,8 @@ def _structured(dense):
         found = getattr(config, "quantization_config", None)
         found = found.to_dict() if isinstance(found, QuantizationConfigMixin) else found
         if isinstance(found, dict) and found.get("quant_method") in METHOD_NAMES:
-            description, before = RankfoldConfig.from_dict(found), set(model.modules())
+            description: Any = RankfoldConfig.from_dict(found)
+            before = set(model.modules())
             install(model, description.modules)
             _initialise([module for module in model.modules() if module not in before], model)
             model.tie_weights(recompute_mapping=False)
