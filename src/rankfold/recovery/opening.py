@@ -113,7 +113,7 @@ def open_teacher(teacher: Teacher | None, given: Given) -> DenseModel:
     teacher, here = teacher or _recorded_teacher(given.record), given.network.device
     source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=str(here))
     check_writes(source.model.config, source.name)
-    if not is_on(torch.empty(0, device=source.model.device), here):
+    if not is_on(next(source.model.parameters()), here):
         raise OptionError(
             f"the dense model is on {source.model.device} and the compressed one on {here}; move one of them"
         )
