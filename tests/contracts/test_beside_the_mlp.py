@@ -85,7 +85,7 @@ def test_what_is_planned_is_what_comes_out(kind, method, tmp_path):
         with pytest.raises(UnsupportedModelError, match="hand keys and values on to later ones"):
             rankfold.compress(dense, 0.15, **how)
         return
-    found = rankfold.compress(dense, 0.15, **how)
+    found = rankfold.compress(opened(dense), 0.15, **how)
     small, said = rankfold.load(found.output), found.record["held_out"]
     assert sum(p.numel() for p in small.parameters()) == found.plan.parameters_after < found.plan.parameters
     assert math.log(said["perplexity_dense"]) == pytest.approx(loss(dense), abs=1e-3)

@@ -76,9 +76,23 @@ def test_true_moments_are_better_than_wrong_ones(source, dense, moments, monkeyp
     assert own < pooled < blind and blind - 1 > 3 * (own - 1)
 
 
-def test_the_routers_weights_count(source, dense, moments):
-    unweighted = changed(moments, source, lambda rows: (rows > 0).float())
-    assert ratio(source, dense, moments, MORE) < ratio(source, dense, unweighted, MORE)
+@torch.no_grad()
+def first_sum_of_experts(model) -> torch.Tensor:
+    """What the experts of the first block add up to, weighted by the router."""
+    seen = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: seen.append(out))
+    model(calibration().ids)
+    handle.remove()
+    return seen[0]
+
+
+def test_the_routers_weights_count(source, moments):
+    """For what is fitted; the perplexity of the little that was learnt may go either way."""
+    wanted = first_sum_of_experts(source.model)
+    stores = (moments, changed(moments, source, lambda rows: (rows > 0).float()))
+    models = (rankfold.compress(source, method=MORE, moments=store).model for store in stores)
+    own, unweighted = ((first_sum_of_experts(model) - wanted).pow(2).mean() for model in models)
+    assert own < 0.97 * unweighted
 
 
 def test_the_default_method_costs_little(source, dense):
