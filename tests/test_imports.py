@@ -41,3 +41,15 @@ def test_nothing_is_suppressed_in_bulk():
 def test_the_public_names_are_there_and_sorted():
     assert rankfold.__all__ == sorted(rankfold.__all__)
     assert all(hasattr(rankfold, name) for name in rankfold.__all__)
+
+
+def test_no_two_classes_have_one_name():
+    """But for private ones."""
+    found = [
+        (n.name, path)
+        for path, tree in TREES.items()
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and not n.name.startswith("_")
+    ]
+    names = [name for name, _ in found]
+    assert not [pair for pair in found if names.count(pair[0]) > 1]

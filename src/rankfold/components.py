@@ -33,7 +33,7 @@ __all__ = ["compress_components"]
 OnPlan = Callable[[Plan, DenseModel], None]
 
 
-class _Given(NamedTuple):
+class _Component(NamedTuple):
     """One component, what to do to it, and what it is measured on."""
 
     source: DenseModel
@@ -75,7 +75,9 @@ def compress_components(
     return _compress_in_turn(in_turn, Path(output), mode, on_plan)
 
 
-def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan: OnPlan | None) -> CompressionResult:
+def _compress_in_turn(
+    components: list[_Component], output: Path, mode: str, on_plan: OnPlan | None
+) -> CompressionResult:
     """Take each component out of the list when it is done: its source may hold all of the model."""
     if len(components) == 1:
         source = components[0].source
@@ -96,7 +98,7 @@ def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan
             return run.carry_out(_with_source(on_plan, source))
 
 
-def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:
+def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Component]:
     """Return them in the order in which they are compressed."""
     found = [_given(component) for component in components]
     names = [given.source.part.name for given in found]
@@ -115,7 +117,7 @@ def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationDa
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(component: object) -> _Given:
+def _given(component: object) -> _Component:
     """Return one component as it was given.
 
     Raises:
@@ -123,7 +125,7 @@ def _given(component: object) -> _Given:
     """
     match component:
         case (DenseModel() as source, (Method() | str()) as method, CalibrationData() as tokens):
-            return _Given(source, as_method(method), tokens)
+            return _Component(source, as_method(method), tokens)
         case _:
             raise OptionError(
                 "each of the components is an open model (open_model(model, component=...)), a method and calibration "
@@ -131,7 +133,7 @@ def _given(component: object) -> _Given:
             )
 
 
-def _check(given: _Given, mode: str, output: str | Path) -> None:
+def _check(given: _Component, mode: str, output: str | Path) -> None:
     """Raise what would stop the second component only after the first is done."""
     source, method, tokens = given
     check_request(method, tokens, None, mode, output)
@@ -139,7 +141,7 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
     check_by_shapes(source, method)
 
 
-def _identity(components: list[_Given], mode: str) -> dict[str, Any]:
+def _identity(components: list[_Component], mode: str) -> dict[str, Any]:
     """Return the identity of the last component, with that of the one before it in it, and so on."""
     *before, last = components
     mine = run_identity(*last, None, mode)

@@ -9,7 +9,7 @@ import transformers
 import rankfold
 from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.exports.form import Form, plain
+from rankfold.exports.form import StockModel, plain
 from rankfold.exports.rotary import turning_by
 
 AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
@@ -121,7 +121,7 @@ def test_a_class_that_takes_few_pairs_has_heads_of_any_width_and_turns_them_by_t
     config = plain(source.model.config)
     text = config.get_text_config()
     text.head_dim, text.rope_parameters = 4, turning_by(dense[pairs], text)
-    form = Form(config, source.architecture, {})
+    form = StockModel(config, source.architecture, {})
     model = form.empty()
     stock = form.view(model, 0).attention
     assert (stock.head_dim, stock.rotary_dim, stock.heads) == (4, 4, full.heads)

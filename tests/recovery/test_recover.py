@@ -332,7 +332,7 @@ def test_a_killed_run_ends_in_the_same_weights(place, recovered, tmp_path, monke
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(module.Distiller, "training_step", step)
-    for stop in (3, 7, 5):  # steps of a process until it is killed
+    for stop in (3, 7, 5, 1, 2):  # steps of a process until it is killed
         calls = iter(range(stop))
 
         def killed(self, *args, calls=calls, **kwargs):

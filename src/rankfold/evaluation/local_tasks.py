@@ -10,7 +10,7 @@ from ..errors import DataError, OptionError, option, suggestion
 from .science_qa import SCIENCE_QA
 
 
-class Form(NamedTuple):
+class TaskRows(NamedTuple):
     """What the rows of a task look like on the hub, and so in a file."""
 
     folder: str  # of lm-eval's definition, below its tasks; empty for a task of our own
@@ -40,38 +40,40 @@ MMLU_MATH = (
 _LETTERS = ("choices", dict), ("answerKey", str)
 _ONE_LETTER = "answerKey has to be one of choices.label"
 LOCAL = {
-    "piqa": Form(
+    "piqa": TaskRows(
         "piqa",
         "piqa",
         {"goal": str, "sol1": str, "sol2": str, "label": int},
         lambda row: row["label"] in (0, 1),
         "label has to be 0 or 1",
     ),
-    "arc_easy": Form("arc", "arc_easy", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
-    "arc_challenge": Form("arc", "arc_challenge", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
-    "openbookqa": Form("openbookqa", "openbookqa", {"question_stem": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
-    "winogrande": Form(
+    "arc_easy": TaskRows("arc", "arc_easy", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
+    "arc_challenge": TaskRows("arc", "arc_challenge", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
+    "openbookqa": TaskRows(
+        "openbookqa", "openbookqa", {"question_stem": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER
+    ),
+    "winogrande": TaskRows(
         "winogrande",
         "winogrande",
         {"sentence": str, "option1": str, "option2": str, "answer": str},
         lambda row: row["answer"] in ("1", "2") and "_" in row["sentence"],
         'answer has to be "1" or "2", and the sentence needs a _',
     ),
-    "hellaswag": Form(
+    "hellaswag": TaskRows(
         "hellaswag",
         "hellaswag",
         {"ctx_a": str, "ctx_b": str, "activity_label": str, "endings": list, "label": str},
         lambda row: row["label"] in map(str, range(len(row["endings"]))),
         "label has to be the number of an ending, as a string",
     ),
-    "lambada_openai": Form(
+    "lambada_openai": TaskRows(
         "lambada",
         "lambada",
         {"text": str},
         lambda row: " " in row["text"].strip(),
         "the text needs two words",
     ),
-    "boolq": Form(
+    "boolq": TaskRows(
         "super_glue/boolq",
         "boolq",
         {"question": str, "passage": str, "answer": bool},
@@ -79,21 +81,21 @@ LOCAL = {
         "",
         {"doc_to_target": "{{answer|int}}"},  # lm-eval reads SuperGLUE's copy, where the answer is `label`
     ),
-    "copa": Form(
+    "copa": TaskRows(
         "super_glue/copa",
         "copa",
         {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
         lambda row: row["label"] in (0, 1) and row["question"] in ("cause", "effect"),
         "label has to be 0 or 1 and the question cause or effect",
     ),
-    "mathqa": Form(
+    "mathqa": TaskRows(
         "mathqa",
         "mathqa",
         {"Problem": str, "options": str, "correct": str},
         lambda row: row["correct"] in tuple("abcde"),
         "correct has to be one of a, b, c, d, e",
     ),
-    "mmlu_math": Form(
+    "mmlu_math": TaskRows(
         "mmlu/default",
         "mmlu_math",
         {"question": str, "subject": str, "choices": list, "answer": int},
@@ -103,7 +105,7 @@ LOCAL = {
         examples="dev",
         parts=MMLU_MATH,
     ),
-    "scienceqa": Form(
+    "scienceqa": TaskRows(
         "",
         "scienceqa",
         {"question": str, "choices": list, "answer": int, "hint": str, "subject": str, "grade": str},
@@ -162,7 +164,7 @@ def local_definitions(name: str, files: dict[str, Path], index, scratch: Path) -
     return found
 
 
-def _place_of_rows(form: Form, own: dict[str, Any], files: dict[str, Path], scratch: Path) -> dict[str, Any]:
+def _place_of_rows(form: TaskRows, own: dict[str, Any], files: dict[str, Path], scratch: Path) -> dict[str, Any]:
     """Return what of lm-eval's definition ``own`` changes so that rows come from files."""
     # Under its own name: whether lm-eval keeps a question out of its own examples depends on which split it is.
     kind = "test_split" if own.get("test_split") or not own.get("validation_split") else "validation_split"
@@ -227,7 +229,7 @@ def _lines(path: Path) -> list[str]:
     return [line for line in decode(path.read_bytes(), path).split("\n") if line.strip()]
 
 
-def _check_rows(path: Path, form: Form) -> None:
+def _check_rows(path: Path, form: TaskRows) -> None:
     """Raise :class:`DataError` unless every row has the fields of the task."""
     lines = _lines(path)
     if not lines:

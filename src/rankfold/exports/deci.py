@@ -8,7 +8,7 @@ from ..architectures import BlockView
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
 from .folder import write_folder
-from .form import Form, stock_form
+from .form import StockModel, stock_form
 from .llama_cpp import check_family
 from .reading import read_rising
 
@@ -16,7 +16,7 @@ CODE = "configuration_decilm"
 SAME = {"no_op": False, "replace_with_linear": False}  # every block has both halves
 
 
-def deci_form(source: DenseModel) -> Form:
+def deci_form(source: DenseModel) -> StockModel:
     """The stock form, its MLPs as wide as they are.
 
     Raises:
@@ -44,7 +44,7 @@ def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
     }
 
 
-def write_deci(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
+def write_deci(source: DenseModel, form: StockModel, folder: Path, probe: Probe) -> float:
     """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back; see
     :func:`~.folder.write_folder`.
 

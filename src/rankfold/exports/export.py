@@ -20,7 +20,7 @@ from ..report.record import NAME, read_record, records_of
 from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
-from .form import Form, parameters, plain, stock_form
+from .form import StockModel, parameters, plain, stock_form
 from .llama_cpp import check_family, context_of
 
 
@@ -28,7 +28,7 @@ from .llama_cpp import check_family, context_of
 class Format:
     """One way out."""
 
-    form: Callable[[DenseModel], Form]
+    form: Callable[[DenseModel], StockModel]
     write: Callable[..., float]  # of source, form, path, probe, and `quantised` where the format knows it
     what: str
     quantises: bool = False
@@ -42,7 +42,7 @@ def _write_gguf(*arguments, **settings) -> float:
     return write_gguf(*arguments, **settings)
 
 
-def _of_llama(source: DenseModel) -> Form:
+def _of_llama(source: DenseModel) -> StockModel:
     check_family(source)
     return stock_form(source)
 
@@ -161,12 +161,12 @@ def _card(done: Exported, source: DenseModel, record: dict[str, Any] | None) -> 
     )
 
 
-def _counts(source: DenseModel, form: Form, record: dict[str, Any] | None) -> tuple[int, int, int]:
+def _counts(source: DenseModel, form: StockModel, record: dict[str, Any] | None) -> tuple[int, int, int]:
     """Parameters of the dense, the compressed and the padded model.
 
     The config of a model that lost blocks or experts no longer says how many there were: the record does.
     """
-    dense = Form(plain(source.model.config), source.architecture, {})
+    dense = StockModel(plain(source.model.config), source.architecture, {})
     compressed, padded = parameters(source.model), parameters(form.empty())
     whole = records_of(record)[0]["plan"]["parameters"] if record else parameters(dense.empty())
     if whole > compressed and padded >= whole:

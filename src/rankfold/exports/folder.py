@@ -8,11 +8,11 @@ from .._utils.progress import track
 from ..checkpoint.shards import Shards, write_around
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
-from .form import Form
+from .form import StockModel
 from .padding import padded_state
 
 
-def write_folder(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
+def write_folder(source: DenseModel, form: StockModel, folder: Path, probe: Probe) -> float:
     """Write a model block by block and read it back.
 
     Returns:

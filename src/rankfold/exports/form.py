@@ -20,7 +20,7 @@ from .rotary import places_of, turning_by
 
 
 @dataclass(frozen=True)
-class Form:
+class StockModel:
     """A stock model: its config, and the layers that are narrower than it says, for classes that can have them."""
 
     config: Any
@@ -56,7 +56,7 @@ class _Sizes:
     biases: frozenset[str]  # fields of the config that give layers a bias
 
 
-def stock_form(source: DenseModel) -> Form:
+def stock_form(source: DenseModel) -> StockModel:
     """The narrowest stock model of its own family that all blocks of a compressed one fit into.
 
     Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding
@@ -73,7 +73,7 @@ def stock_form(source: DenseModel) -> Form:
             "it is (docs/serve.md)"
         )
     check_stock(source.config, "serve the folder as it is (docs/serve.md)")
-    dense = Form(plain(source.model.config), source.architecture, {})
+    dense = StockModel(plain(source.model.config), source.architecture, {})
     empty = dense.empty()
     sizes = [_sizes(source.block(index), dense.view(empty, index)) for index in range(len(source))]
     config = plain(source.model.config)

@@ -20,7 +20,7 @@ from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
-from .form import Form
+from .form import StockModel
 from .gguf_tokens import write_tokenizer
 from .llama_cpp import context_of
 from .padding import padded_state
@@ -34,7 +34,7 @@ FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
 
 
-def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
+def write_gguf(source: DenseModel, form: StockModel, file: Path, probe: Probe, *, quantised: bool = False) -> float:
     """Write a GGUF file and read it back: ``llama`` where all MLPs are equally wide, otherwise ``deci``.
 
     Args:
@@ -69,7 +69,9 @@ def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quan
     return probe.compare(DenseModel(again, file.name, source.device, torch.float32))
 
 
-def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: PreTrainedModel, kind) -> None:
+def _write_settings(
+    writer: gguf.GGUFWriter, source: DenseModel, form: StockModel, empty: PreTrainedModel, kind
+) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
     attention, widths = views[0].attention, [view.mlp.hidden for view in views]
     writer.add_type("model")
@@ -91,7 +93,7 @@ def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, emp
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _frequency_factors(empty: PreTrainedModel, form: Form) -> np.ndarray | None:
+def _frequency_factors(empty: PreTrainedModel, form: StockModel) -> np.ndarray | None:
     """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
     found = present(DenseModel(empty, "", torch.device("cpu"), torch.float32).inv_freq(0))
     plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
@@ -99,7 +101,9 @@ def _frequency_factors(empty: PreTrainedModel, form: Form) -> np.ndarray | None:
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
 
 
-def _tensors(source: DenseModel, form: Form, empty: PreTrainedModel, probe: Probe) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    source: DenseModel, form: StockModel, empty: PreTrainedModel, probe: Probe
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name in transformers; the probe follows."""
     yield from source.outer_state().items()
     for index in track(range(len(source)), "exporting"):

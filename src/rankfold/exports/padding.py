@@ -15,7 +15,7 @@ from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPVie
 from ..errors import UnsupportedModelError, option
 from ..linalg.padding import pad_units, scatter_heads
 from ..models.weights import as_written
-from .reading import Heads, read_heads, read_rising
+from .reading import AttentionWeights, read_heads, read_rising
 
 
 def padded_state(
@@ -26,7 +26,7 @@ def padded_state(
     Args:
         view: the block to be written in another form.
         stock: the block of its family that it fits into; its tensors are not read.
-        moved: see :attr:`rankfold.exports.form.Form.places`.
+        moved: see :attr:`rankfold.exports.form.StockModel.places`.
 
     Raises:
         UnsupportedModelError: it has something that the stock block has no place for.
@@ -53,7 +53,7 @@ def _padded_attention(view: BlockView, stock: AttentionView, moved: Tensor | Non
     return {f"{stock.spec.path}.{path}": layer for path, layer in layers.items()}
 
 
-def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
+def _padded_heads(heads: AttentionWeights, stock: AttentionView) -> list[Dense]:
     """q ``(H N, D)``, k and v ``(K N, D)``, o ``(D, H N)`` with the stock's number of heads and softmax scale."""
     N, G = stock.head_dim, heads.heads // heads.kv_heads
     values = torch.arange(heads.values).repeat(heads.kv_heads, 1)

@@ -15,7 +15,7 @@ from ..modules import CompressedAttention, LatentExperts, PredictedNorm, Shortcu
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionWeights:
     """An attention, its widths aside as any other."""
 
     q: Dense  # (H R, D)
@@ -49,7 +49,7 @@ class Heads:
         return max(int(self.places.max()) + 1, self.values)
 
 
-def read_heads(view: BlockView, rotary_dim: int) -> Heads:
+def read_heads(view: BlockView, rotary_dim: int) -> AttentionWeights:
     """The attention of a block.
 
     Args:
@@ -79,13 +79,15 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
         places = torch.arange(module.qk_dim).repeat(module.kv_heads, 1)
         if module.rotary_pairs is not None:
             places = head_places(module.rotary_pairs, rotary_dim)
-        return Heads(q, k, v, o, places, module.scaling)
+        return AttentionWeights(q, k, v, o, places, module.scaling)
     attention = view.attention
     places = torch.arange(attention.head_dim).repeat(attention.kv_heads, 1)
-    return Heads(*attention.qkv(), attention.output, places, attention.runtime()["scaling"])
+    return AttentionWeights(*attention.qkv(), attention.output, places, attention.runtime()["scaling"])
 
 
-def _silent_heads(module: CompressedAttention, q: Dense, k: Dense, v: Dense, o: Dense, rotary_dim: int) -> Heads:
+def _silent_heads(
+    module: CompressedAttention, q: Dense, k: Dense, v: Dense, o: Dense, rotary_dim: int
+) -> AttentionWeights:
     """An attention of no width as one of the least there is, whose weights are zero."""
     places = torch.tensor([[0, rotary_dim // 2] if rotary_dim else [0]]).repeat(module.kv_heads, 1)
     width = places.shape[1]
@@ -96,7 +98,7 @@ def _silent_heads(module: CompressedAttention, q: Dense, k: Dense, v: Dense, o: 
 
     q, k, v = rows(q, module.heads * width), rows(k, module.kv_heads * width), rows(v, module.kv_heads)
     o = Dense(o.weight.new_zeros(len(o.weight), module.heads), o.bias)
-    return Heads(q, k, v, o, places, module.scaling)
+    return AttentionWeights(q, k, v, o, places, module.scaling)
 
 
 def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:

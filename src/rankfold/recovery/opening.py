@@ -36,7 +36,7 @@ Teacher = str | Path | PreTrainedModel | DenseModel
 
 
 @dataclass(frozen=True)
-class Given:
+class Student:
     """A compressed model that is to be trained."""
 
     model: Any  # in fp32; a DenseModel where blocks are read one at a time
@@ -57,19 +57,19 @@ class Given:
         return self.model.model if isinstance(self.model, DenseModel) else self.model
 
 
-def open_student(model: Compressed, device: str) -> Given:
+def open_student(model: Compressed, device: str) -> Student:
     """Load a model to train in fp32."""
     known = {}
     if isinstance(model, CompressionResult):
         model, known = model.output or model.model, model.record
     if isinstance(model, PreTrainedModel):
         check_plain(model)
-        return Given(copy.deepcopy(model).float(), dict(known), None, model.dtype)
+        return Student(copy.deepcopy(model).float(), dict(known), None, model.dtype)
     folder, record, written = _read(model)
-    return Given(load_model(folder, dtype="float32", device=device), record, folder, written)
+    return Student(load_model(folder, dtype="float32", device=device), record, folder, written)
 
 
-def open_student_streamed(model: Compressed, device: str) -> Given:
+def open_student_streamed(model: Compressed, device: str) -> Student:
     """Open a model to train in fp32, one block at a time."""
     place = model.output if isinstance(model, CompressionResult) else model
     if place is None or isinstance(place, PreTrainedModel):
@@ -78,7 +78,7 @@ def open_student_streamed(model: Compressed, device: str) -> Given:
             f"or leave {option('blockwise')} out"
         )
     folder, record, written = _read(place)
-    return Given(open_streamed(folder, dtype="float32", device=device), record, folder, written)
+    return Student(open_streamed(folder, dtype="float32", device=device), record, folder, written)
 
 
 def _read(model: str | Path) -> tuple[Path, dict, torch.dtype]:
@@ -99,7 +99,7 @@ def device_beside(teacher: Teacher | None, device: str) -> str:
     return str(model.device) if device == "auto" and isinstance(model, PreTrainedModel) else device
 
 
-def open_teacher(teacher: Teacher | None, given: Given) -> DenseModel:
+def open_teacher(teacher: Teacher | None, given: Student) -> DenseModel:
     """Open the dense model, next to the compressed one.
 
     Args:

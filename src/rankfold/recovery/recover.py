@@ -40,7 +40,7 @@ from .judging import ProbeLosses, gains, nats, why_not, worse_kinds
 from .loss import Loss
 from .opening import (
     Compressed,
-    Given,
+    Student,
     Teacher,
     device_beside,
     load_texts,
@@ -194,7 +194,7 @@ class Recovery:
         probes: probe texts; ``None``: they are not measured.
     """
 
-    given: Given
+    given: Student
     source: DenseModel
     kept: list[int] | None
     texts: dict[str, CalibrationData]

@@ -13,7 +13,7 @@ from ..._utils.files import write_text
 from ..._utils.sizes import plural
 from ..protocol import protocol_lines, read_protocol
 from .layers import layer_pictures
-from .plots import INKS, PAGE_WIDTH, Drawn, Picture, drawn, result_pictures, write_pictures
+from .plots import INKS, PAGE_WIDTH, DrawnPicture, Picture, drawn, result_pictures, write_pictures
 from .table import NAMES, RATIO, RETENTION, cells_of_table, markdown, numbered, summary, tasks_of
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
@@ -70,7 +70,7 @@ def pictures(rows: list[dict]) -> list[Picture]:
     return result_pictures(rows) + layer_pictures([row for row in rows if row["status"] == "done"][1:])
 
 
-def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
+def page(config: dict, rows: list[dict], found: list[DrawnPicture], name: str) -> str:
     """The page as HTML; nothing in it is loaded from elsewhere, and whatever the records say is text."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -80,7 +80,7 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     lines = list(zip(range(len(rows)), rows, cells.lines, strict=True))
     columns = range(len(cells.header))
     probes = [i for i in columns if cells.header[i].endswith(RATIO)]
-    environments, groups = [], dict[str, list[Drawn]]()
+    environments, groups = [], dict[str, list[DrawnPicture]]()
     for facts in ({**row["environment"], **row["versions"]} for row in done):
         environments += [] if facts in environments else [facts]
     for one in found:

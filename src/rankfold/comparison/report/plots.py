@@ -201,7 +201,7 @@ def _look() -> Any:
     )
 
 
-class Drawn(NamedTuple):
+class DrawnPicture(NamedTuple):
     """A picture in all its forms; letters in SVG are outlines, so that it looks alike everywhere."""
 
     picture: Picture
@@ -210,7 +210,7 @@ class Drawn(NamedTuple):
     dark: str  # SVG on dark paper
 
 
-def drawn(picture: Picture, width: float = WIDTH) -> Drawn:
+def drawn(picture: Picture, width: float = WIDTH) -> DrawnPicture:
     """Draw a picture, so many inches wide; on dark paper it has the colours of ink and paper exchanged."""
     with _look():
         figure = picture.draw()
@@ -220,7 +220,7 @@ def drawn(picture: Picture, width: float = WIDTH) -> Drawn:
         svg = dark = _saved(figure, "svg").decode()
     for light, other in zip(INKS["light"], INKS["dark"], strict=True):
         dark = dark.replace(light, other)
-    return Drawn(picture, png, svg, dark)
+    return DrawnPicture(picture, png, svg, dark)
 
 
 def _saved(figure: Figure, form: str, **options) -> bytes:
@@ -230,7 +230,7 @@ def _saved(figure: Figure, form: str, **options) -> bytes:
     return stream.getvalue()
 
 
-def write_pictures(found: list[Drawn], folder: Path) -> None:
+def write_pictures(found: list[DrawnPicture], folder: Path) -> None:
     """Every picture as PNG and SVG; what else of that kind is in the folder goes."""
     folder.mkdir(exist_ok=True)
     for picture, png, svg, _ in found:

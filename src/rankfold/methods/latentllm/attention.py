@@ -19,7 +19,7 @@ from ...linalg.pair_tucker import moments as head_moments
 from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
-from .factor import Fit, Input, Target, inputs_of, local, product
+from .factor import Fit, Input, RoundingTarget, inputs_of, local, product
 from .layout import QKV, Slot, column_weights, dense_projections, slots
 from .measures import AttendedError, HeadError, InHeads, Measure, ScoreError, of_heads, on_heads
 from .report import Report
@@ -124,7 +124,7 @@ def _scores_as_targets(fits: dict[str, Fit], given: Input, W_q, W_k, options: di
     )
     rotations = options.get("rotations")
     metrics = {"q": across(S_k, rotations, W_q, left=True), "k": across(S_q, rotations, W_k, left=False)}
-    targets = {m: Target(product(fit).weight, _about(given, fit.mean), metrics[m]) for m, fit in fits.items()}
+    targets = {m: RoundingTarget(product(fit).weight, _about(given, fit.mean), metrics[m]) for m, fit in fits.items()}
     return {m: fit._replace(target=targets[m]) for m, fit in fits.items()}
 
 
@@ -184,7 +184,7 @@ def _in_heads(fit: Fit, T: torch.Tensor) -> Fit:
 
     if target is not None:
         heads = T.mT @ T if target.heads is None else T.mT @ target.heads @ T
-        target = Target(turned(target.weight), target.inputs, heads)
+        target = RoundingTarget(turned(target.weight), target.inputs, heads)
     return fit._replace(B=turned(fit.B), measure=_measured_in_heads(fit, groups), target=target)
 
 
@@ -193,7 +193,7 @@ def _inputs_in_heads(fit: Fit, T: torch.Tensor) -> Fit:
     inverse, target = torch.linalg.inv(T), fit.target
     if target is not None:
         inputs = on_heads(inverse, on_heads(inverse, target.inputs).T)
-        target = Target(on_heads(T.mT, target.weight.T).T, inputs, target.heads)
+        target = RoundingTarget(on_heads(T.mT, target.weight.T).T, inputs, target.heads)
     mean = None if fit.mean is None else on_heads(inverse, fit.mean[:, None])[:, 0]
     A, measure = on_heads(T.mT, fit.A.T).T, _measured_in_heads(fit, T)
     return fit._replace(A=A, measure=measure, target=target, mean=mean)
@@ -261,6 +261,6 @@ def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, awa
         elif given.centred:  # the bias of the values has gone into that of the output
             sent = (product(v).weight @ given.mean).unflatten(0, (len(W_v), -1)).repeat_interleave(heads, 0).flatten()
         C_o = torch.block_diag(*values.repeat_interleave(heads, 0))
-    v = v._replace(target=Target(product(v).weight, _about(given, taken), metric))
-    o = fits["o"]._replace(mean=sent, target=Target(product(fits["o"]).weight, C_o))
+    v = v._replace(target=RoundingTarget(product(v).weight, _about(given, taken), metric))
+    o = fits["o"]._replace(mean=sent, target=RoundingTarget(product(fits["o"]).weight, C_o))
     return {"v": v, "o": o}

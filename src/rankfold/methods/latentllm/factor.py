@@ -30,7 +30,7 @@ class Input(NamedTuple):
     centred: bool
 
 
-class Target(NamedTuple):
+class RoundingTarget(NamedTuple):
     """What the rounded factors of a projection are to compute, and the metrics their error is measured in."""
 
     weight: Tensor  # (O, N), without the sparse part
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
     measure: Measure
     D: Tensor | None = None  # (O, N) sparse part
     mean: Tensor | None = None  # (N,) of its input, where its bias takes the mean of what rounding changes
-    target: Target | None = None  # of the refinement under rounding; there where factors are quantised
+    target: RoundingTarget | None = None  # of the refinement under rounding; there where factors are quantised
 
 
 def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, weights: Tensor | None = None) -> Input:
@@ -96,7 +96,7 @@ def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
         fit = fit._replace(bias=moved_bias(W, fit, dense.bias, given.mean))
     if not method.bits:
         return fit
-    target = Target(W if D is None else W - D, given.C)
+    target = RoundingTarget(W if D is None else W - D, given.C)
     return fit._replace(mean=given.mean if given.centred else None, target=target)
 
 
