@@ -111,15 +111,18 @@ def worse_kinds(probes: Probes, kinds: dict, losses: ProbeLosses, tolerance: flo
     return found
 
 
-def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: float) -> str | None:
+def why_not(
+    before: Losses, after: Losses, worse: dict[str, float], tolerance: float, *, is_trained: bool
+) -> str | None:
     """Return why a trained model is not better than what went in; ``None`` where it is.
 
     Args:
         before, after: losses on held-out sequences of the texts trained on, which may gain while others are lost.
         worse: of :func:`worse_kinds`.
         tolerance: see :func:`allowed`.
+        is_trained: whether any trained weights were kept; without, the losses differ by rounding alone.
     """
-    if not allowed(nats(before), nats(after), tolerance):
+    if not (is_trained and allowed(nats(before), nats(after), tolerance)):
         return f"the held-out texts do not gain on average, or one loses more than {tolerance:.0%}"
     lost = [f"{kind} (perplexity x {ratio:.2f})" for kind, ratio in worse.items()]
     return f"of the probe texts, {', '.join(lost)} lost more than {max(tolerance, OTHER_TEXT):.0%}" if lost else None

@@ -232,7 +232,9 @@ class Recovery:
         for name, mean in nats(dense).items():
             warn_of_guessing(mean, self.source.config.vocab_size, name)
         on_probes = run.probe_losses()
-        reason = why_not(before, after, self._worse(on_probes), self.options.tolerance)
+        is_trained = bool(facts.get("best_step", facts["tuned_parameters"]))  # block by block there are no steps
+        worse = self._worse(on_probes)
+        reason = why_not(before, after, worse, self.options.tolerance, is_trained=is_trained)
         facts = {**self.identity, **facts, "teacher_name": self.source.name}
         facts |= {"recovered": reason is None, "unchanged_because": reason, "held_out": gains(dense, before, after)}
         record = self.given.record
