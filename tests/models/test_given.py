@@ -141,6 +141,10 @@ def sentence_transformer():
             lambda: tiny_model("llama").model,
             r"LlamaModel has no language-model head; load it with AutoModelForCausalLM",
         ),
+        (
+            lambda: t.Qwen2ForSequenceClassification(t.Qwen2Config(**GQA, pad_token_id=0)),
+            r"Qwen2ForSequenceClassification has no language-model head, and only enc.* saved as Qwen2ForCausalLM",
+        ),
         (lambda: nn.Linear(2, 2), r"Linear is not a transformers model; give a PreTrainedModel"),
         (doubled, r"model.layers.1.mlp.up_proj is a Doubled, which may compute something else"),
         (parametrised, r"model.layers.0.mlp.up_proj is a ParametrizedLinear"),

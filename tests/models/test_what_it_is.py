@@ -385,14 +385,26 @@ def test_a_prefix_of_all_names_is_named(place, tmp_path, use, prefix):
 
 
 @pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
-@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
-def test_a_checkpoint_without_a_language_model_head_says_what_it_was_saved_as(place, tmp_path, use, kind):
-    model = getattr(t, f"Llama{kind}").from_pretrained(place / "model")
-    model.save_pretrained(tmp_path / "other")
+def test_a_checkpoint_without_a_language_model_head_says_what_it_was_saved_as(place, tmp_path, use):
+    t.LlamaModel.from_pretrained(place / "model").save_pretrained(tmp_path / "other")
     with pytest.raises(
-        RankfoldError, match=rf"saved as Llama{kind} and lacks lm_head.weight, which LlamaForCausalLM has; g"
+        RankfoldError, match=r"saved as LlamaModel and lacks lm_head.weight, which LlamaForCausalLM has; g"
     ):
         use(tmp_path / "other", device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_a_decoder_with_another_head_is_refused_and_does_not_lose_it(place, tmp_path, use, kind, subtests):
+    """With a tied embedding nothing is missing for a language model, so only the saved class tells."""
+    for tied in (True, False):
+        with subtests.test(tied=tied):
+            model = getattr(t, f"LlamaFor{kind}").from_pretrained(place / "model", tie_word_embeddings=tied)
+            model.save_pretrained(tmp_path / str(tied))
+            with pytest.raises(
+                RankfoldError, match=rf"^LlamaFor{kind} has no language-model head, .*saved as LlamaForCausalLM$"
+            ):
+                use(tmp_path / str(tied), device="cpu")
 
 
 @pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])

@@ -31,6 +31,7 @@ def auto_class(config, name: str | None = None):
     sees: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
     text_alone: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if decoder and text_alone is not None:
+        _check_head(config, named, {sees, text_alone})
         both = sees not in (None, text_alone)  # the type also gives the language model of a model that sees
         return AutoModelForImageTextToText if both and named == sees.__name__ else AutoModelForCausalLM
     for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in HEADS), AutoModel):
@@ -47,6 +48,19 @@ def auto_class(config, name: str | None = None):
         "causal language model, an encoder with or without a head, or a model for images and text; "
         "give its language model alone"
     )
+
+
+def _check_head(config, named: str | None, writing: set[Any]) -> None:
+    """Refuse a decoder saved with another head: where its embedding is tied, it would load without that head as one
+    that writes text."""
+    mappings: list[Any] = [getattr(transformers, f"AutoModelFor{head}")._model_mapping for head in HEADS]
+    heads = {mapping.get(type(config), None) for mapping in mappings} - writing - {None}
+    if named in {head.__name__ for head in heads}:
+        text_alone: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        raise UnsupportedModelError(
+            f"{named} has no language-model head, and only encoders are compressed with another one; "
+            f"give a model that was saved as {text_alone.__name__}"
+        )
 
 
 def check_writes(config, name: str) -> None:
