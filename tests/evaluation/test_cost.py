@@ -9,13 +9,16 @@ from safetensors.torch import load_file
 
 from families import tiny_model
 from rankfold._utils.evaluating import cache_for
-from rankfold.errors import OptionError
+from rankfold.errors import OptionError, RankfoldError
 from rankfold.evaluation import cost as module
+from rankfold.evaluation import evaluate as evaluating
 from rankfold.evaluation import speed as timing
 from rankfold.evaluation.cost import Cost, bytes_on_disk, peak_memory
 from rankfold.evaluation.speed import speed
+from rankfold.evaluation.writing import Writing
 from rankfold.report.record import environment
 from saved import save_gguf, save_tiny
+from tiny_encoders import tiny_encoder
 
 TELLS_PEAKS = os.access("/proc/self/clear_refs", os.W_OK)
 
@@ -113,6 +116,20 @@ def test_garbage_that_is_freed_meanwhile_hides_no_memory(monkeypatch):
 def test_what_cannot_be_measured(cost, message):
     with pytest.raises(OptionError, match=message):
         cost.check("model")
+
+
+def test_a_baseline_that_writes_no_text_is_refused_before_anything_is_measured(tmp_path, monkeypatch, subtests):
+    folder = save_tiny(tmp_path / "model", blocks=1)
+    tiny_encoder("bert").save_pretrained(tmp_path / "bert")
+    monkeypatch.setattr(evaluating, "load_model", None)
+    asked = {
+        "speed": lambda name: {"cost": Cost(against=name)},
+        "generation": lambda name: {"writing": Writing(baseline=name)},
+    }
+    for name, message in {"bert": r"bert is an encoder \(bert\) and predicts", "none": r"no model at .*none"}.items():
+        for what, options in asked.items():
+            with subtests.test(name, what=what), pytest.raises(RankfoldError, match=message):
+                evaluating.evaluate(folder, **options(str(tmp_path / name)))
 
 
 def test_a_mixture_of_experts_says_that_it_is_not_counted():

@@ -8,6 +8,8 @@ from ..checkpoint.load import load_model, load_processor, load_tokenizer
 from ..checkpoint.streamed import open_streamed
 from ..errors import OptionError, option
 from ..models.auto_classes import check_writes
+from ..models.given import resolve_model
+from ..models.whole import read_config
 from ..report.record import versions
 from .cost import Cost
 from .tasks import Questions
@@ -56,6 +58,8 @@ def evaluate(
         cost.check(str(model))
     if writing:
         writing.prompts()
+    for baseline in {cost and cost.against, writing and writing.baseline} - {None}:
+        _check_baseline(str(baseline))
     dense = _dense_texts(writing, model, dtype, device) if writing and writing.baseline else None
     read = texts.read() if texts else []
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
@@ -94,6 +98,13 @@ def evaluate_text(
     texts = Texts((str(text),), max_length, limit, text_column)
     found = evaluate(model, texts=texts, dtype=dtype, device=device)
     return {"model": found["model"], **found["texts"][0]}
+
+
+def _check_baseline(name: str) -> None:
+    """Refuse what is no model that writes text before anything is measured: a baseline is loaded when it is needed."""
+    path, weights = resolve_model(name)
+    if weights is not None:  # a GGUF file is of a decoder
+        check_writes(read_config(path), name)
 
 
 def _dense_texts(writing: Writing, model: str | Path, dtype: str, device: str) -> list[list[int]]:
