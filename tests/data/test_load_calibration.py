@@ -135,6 +135,15 @@ def test_sequences_of_several_lengths_compress_and_resume(allocation, model, tmp
     assert rankfold.MomentStore.open(tmp_path / "moments").identity == moments.identity
 
 
+def test_the_encoding_of_a_file_with_rows_is_told(model, tmp_path, subtests):
+    """Of a .jsonl file the first row is looked at for images before it is read as text."""
+    file = tmp_path / "rows.jsonl"
+    for encoding, message in {"utf-16": "is UTF-16 or UTF-32, or no text", "latin-1": "is not UTF-8 text"}.items():
+        with subtests.test(encoding=encoding), pytest.raises(DataError, match=rf"rows\.jsonl {message}.*; convert it"):
+            file.write_bytes('{"text": "é"}\n'.encode(encoding))
+            rankfold.load_calibration(str(file), model)
+
+
 def test_texts_rows_and_data_sets_give_what_a_file_of_them_gives(model, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_json(tmp_path / "a.jsonl")
     expected = load(tmp_path / "a.jsonl", model)

@@ -92,7 +92,19 @@ def test_a_document_of_a_table_may_be_long(tmp_path):
         ("a.csv", 'text,id\n"a,1\n', r"a\.csv, line 2 is no row of a table \(unexpected end of data\)"),
         ("a.csv", "text,id\na,1\nb,2,3\n", r"a\.csv, line 3 has 3 fields and the first line names 2 columns"),
         ("a.csv", "text,text\na,b\n", r"a\.csv names a column twice in its first line \(text, text\)"),
-        ("a.csv", "text;id\na;1\n", r"a\.csv, line 2 has no text column 'text'; the row has: text;id"),
+        ("a.csv", "text\na,1\n", r"a\.csv, line 2 has 2 fields and the first line names 1 column; correct it"),
+        (
+            "a.csv",
+            "text;id\na, b;1\n",
+            r"a\.csv has semicolons between the columns of its first line \(text;id\), and commas .*with commas$",
+        ),
+        ("a.csv", "id\ttext\n1\ta\n", r"a\.csv has tabs between the columns of its first line"),
+        ("a.csv", "id|text\n1|a\n", r"a\.csv has bars between the columns of its first line \(id\|text\), and commas"),
+        (
+            "a.tsv",
+            "id,text\n1,a\n",
+            r"a\.tsv has commas between the columns .*, and tabs are expected; save it with tabs$",
+        ),
         ("a.tsv", "body\nx\n", r"a\.tsv, line 2 has no text column 'text'; the row has: body"),
         ("a.csv", "text\n", r"is empty; give a file with text"),
         ("a.jsonl.gz", "", r"a\.jsonl\.gz is packed; unpack it and give the file inside$"),
@@ -112,6 +124,11 @@ def test_a_file_with_columns_is_no_file_of_raw_rows(name, tmp_path):
     FORMS[name](tmp_path / name, ROWS)
     with pytest.raises(DataError, match=r"is no file of raw rows, one a line; give a\.\w+ by itself"):
         read_text(f"wikitext2:{tmp_path / name}")
+
+
+def test_a_column_with_a_delimiter_in_its_name_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text("text; cleaned\nsome words\n")
+    assert read_text(str(tmp_path / "a.csv"), column="text; cleaned").documents == ("some words",)
 
 
 def test_a_folder_is_called_one(tmp_path):

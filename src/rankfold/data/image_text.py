@@ -18,7 +18,7 @@ from .calibration_data import CalibrationData
 from .hub import HUB, StreamedRows
 from .images import encoded_images, image_paths, read_image
 from .mixing import DrawOptions, some_of
-from .text import json_row, json_rows, origin_of, path_of, text_of
+from .text import filled_lines, json_row, json_rows, origin_of, path_of, text_of
 from .tokens import check_fits
 
 log = logging.getLogger(__name__)
@@ -90,14 +90,14 @@ def has_images(path: str, source) -> bool:
     file = path_of(path)
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
-        filled = ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
-        rows = (
-            json_row(line, where, file) for where, line in filled if f'"{IMAGE}"' in line or source.image_token is None
-        )
-        return any(
-            isinstance(row, dict) and row.get(IMAGE) for row in islice(rows, 1 if source.image_token is None else None)
-        )
+    rows = (
+        json_row(line, where, file)
+        for where, line in filled_lines(file)
+        if f'"{IMAGE}"' in line or source.image_token is None
+    )
+    return any(
+        isinstance(row, dict) and row.get(IMAGE) for row in islice(rows, 1 if source.image_token is None else None)
+    )
 
 
 def _rows(path: Path, column: str) -> list[Row]:

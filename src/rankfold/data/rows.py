@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from .._utils.sizes import plural
 from ..errors import DataError, option
 
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 LONGEST = 2**31 - 1  # characters of a field of a .csv file; the default of Python is shorter than many documents
 
 
@@ -57,13 +59,16 @@ def _rows_of_object(found: dict, place: str, columns: tuple[str, ...]) -> list:
     )
 
 
-def rows_of_csv(content: str, place: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
+def rows_of_csv(
+    content: str, place: str, delimiter: str, columns: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, str]]]:
     """Read the rows of a .csv or .tsv file, whose first line names the columns.
 
     Args:
         content: of the file.
         place: of the file, for messages.
         delimiter: between the fields of a row.
+        columns: the first line names one of these, or else it may have another delimiter.
 
     Yields:
         The line where a row ends, for messages, and the row.
@@ -73,12 +78,14 @@ def rows_of_csv(content: str, place: str, delimiter: str) -> Iterator[tuple[str,
     """
     before = csv.field_size_limit(LONGEST)
     try:
-        yield from _rows_of_table(content, place, delimiter)
+        yield from _rows_of_table(content, place, delimiter, columns)
     finally:
         csv.field_size_limit(before)
 
 
-def _rows_of_table(content: str, place: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _rows_of_table(
+    content: str, place: str, delimiter: str, columns: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, str]]]:
     lines = csv.reader(io.StringIO(content), delimiter=delimiter, strict=True)
     names = None
     try:
@@ -89,12 +96,24 @@ def _rows_of_table(content: str, place: str, delimiter: str) -> Iterator[tuple[s
                 names = row
                 if len(set(names)) < len(names):
                     raise DataError(f"{place} names a column twice in its first line ({', '.join(names)}); correct it")
+                _check_delimiter(names, place, delimiter, columns)
                 continue
             where = f"line {lines.line_num}"
             if len(row) != len(names):
                 raise DataError(
-                    f"{place}, {where} has {len(row)} fields and the first line names {len(names)} columns; correct it"
+                    f"{place}, {where} has {plural(len(row), 'field')} and the first line names "
+                    f"{plural(len(names), 'column')}; correct it"
                 )
             yield where, dict(zip(names, row, strict=True))
     except csv.Error as error:
         raise DataError(f"{place}, line {lines.line_num} is no row of a table ({error}); correct it") from error
+
+
+def _check_delimiter(names: list[str], place: str, delimiter: str, columns: tuple[str, ...]) -> None:
+    """Refuse a table whose first line is one name because its columns have another delimiter between them."""
+    other = next((one for one in DELIMITERS if one != delimiter and one in names[0]), None)
+    if len(names) == 1 and names[0] not in columns and other:
+        raise DataError(
+            f"{place} has {DELIMITERS[other]} between the columns of its first line ({names[0]}), and "
+            f"{DELIMITERS[delimiter]} are expected; save it with {DELIMITERS[delimiter]}"
+        )

@@ -176,7 +176,7 @@ def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:
         return json_rows(path)
     content = decode(path.read_bytes(), path)
     if kind != "json":
-        return rows_of_csv(content, str(path), "\t" if kind == "tsv" else ",")
+        return rows_of_csv(content, str(path), "\t" if kind == "tsv" else ",", (column, *CHATS))
     rows = rows_of_json(content, str(path), (column, *CHATS))
     return json_rows(path) if rows is None else rows
 
@@ -217,12 +217,14 @@ def raw_row(line: str) -> str:
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Every row of a .jsonl file with the line it stands in, for messages; no more is read than is asked for."""
+    return ((where, json_row(line, where, path)) for where, line in filled_lines(path))
+
+
+def filled_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every line that holds something, and its number for messages; no more is read than is asked for."""
     with path.open("rb") as file:
         lines = (line for raw in file for line in decode(raw, path).removesuffix("\n").split("\n"))
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                where = f"line {number}"
-                yield where, json_row(line, where, path)
+        yield from ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def json_row(line: str, where: str, path: Path) -> Any:
