@@ -3,8 +3,8 @@
 All times are of ONE run on one machine, in rounds that take the measurements in turning order; ratios are formed within
 a round. `forward`: embedding and all blocks over the calibration tokens, nothing measured. `one-pass` and `sequential`:
 `rankfold.compress` into a folder, from an open model to the finished checkpoint on disk. `default`: the method and the
-allocation that are taken when nothing is said; its target is three times `one-pass` on top of it. The default without
-each of its steps, or with one that is off, is below.
+allocation that are taken when nothing is said; then come the default without each of its steps, or with one that is
+off.
 
     python benchmarks/compression_cost.py                      # SmolLM2-135M, 32 x 1024 tokens
     python benchmarks/compression_cost.py --method latentllm --json benchmarks/results/compression_cost_latentllm.json
@@ -25,8 +25,7 @@ from rankfold._utils.hardware import in_rounds
 from rankfold.calibration.runner import advance, start
 from rankfold.data.load import load_calibration
 
-TARGETS = {"one-pass": 2.0, "sequential": 3.5}
-MORE = 3.0  # times one-pass that the default may cost on top of it
+TARGETS = {"one-pass": 2.0, "sequential": 3.5, "default": 7.0}
 STEPS = ("allocation=uniform", "residual_correction=false", "output_weighting=fisher", "allow_module_removal=true")
 DEFAULTS = {"default": {}} | {f"rankfold {step}": of_name(f"rankfold {step}")[1] for step in STEPS}
 KINDS = ("one-pass", "sequential", *DEFAULTS)
@@ -121,8 +120,7 @@ def summary(rounds: list[dict[str, float]]) -> dict:
         if kind in TARGETS:
             ratios[kind]["met"] = middle <= TARGETS[kind]
     if {"default", "one-pass"} <= rounds[0].keys():
-        over = statistics.median(r["default"] / r["one-pass"] for r in rounds)
-        facts["default_over_one_pass"], ratios["default"]["met"] = over, over - 1 <= MORE
+        facts["default_over_one_pass"] = statistics.median(r["default"] / r["one-pass"] for r in rounds)
     return facts | {"ratios": ratios}
 
 

@@ -3,12 +3,13 @@
 Speed depends on shapes, not on values, so weights are random: a compressed model is made from its config. Steps of all
 candidates alternate, so a machine that slows down for a moment slows all; ratios are formed within rounds of one step.
 
-    python benchmarks/decode.py                                # two shapes, batch 1 and 8, about 3 minutes of two cores
+    python benchmarks/decode.py                                # two shapes, batch 1 and 8, about 6 minutes of two cores
     python benchmarks/decode.py --checkpoint small             # the shapes of a compressed checkpoint instead
     python benchmarks/decode.py --compile                      # dense and compressed under torch.compile, static cache
 """
 
 import copy
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -40,16 +41,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    config = {"prompt": args.prompt, "rounds": args.rounds, "compile": args.compile, "dtype": "float32"}
+    config = {"prompt": args.prompt, "rounds": args.rounds, "compile": args.compile}
     record = common.Record(args.json, config, DEFINITIONS)
-    for name, config in configs(args.checkpoint):
-        models = pair(config)
+    for (name, config), dtype in itertools.product(configs(args.checkpoint), args.dtype):
+        models = pair(config, getattr(torch, dtype))
         for batch in args.batch:
             found = measure(models, batch, args.prompt, args.rounds, args.compile)
-            record.add(f"{name}, batch {batch}", shape=name, batch=batch, found=found)
-            common.say(f"{name}, batch {batch}: " + ", ".join(f"{kind} {settled(row)}" for kind, row in found.items()))
+            row = f"{name}, {dtype}, batch {batch}"
+            record.add(row, shape=name, dtype=dtype, batch=batch, found=found)
+            common.say(f"{row}: " + ", ".join(f"{kind} {settled(each)}" for kind, each in found.items()))
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -79,12 +82,12 @@ def modules_of(config, qk: int, vo: int, width: int) -> dict[str, dict]:
     return {f"model.layers.{i}.{path}": spec for i in range(config.num_hidden_layers) for path, spec in modules.items()}
 
 
-def pair(config) -> dict[str, nn.Module]:
+def pair(config, dtype: torch.dtype) -> dict[str, nn.Module]:
     """A dense and a compressed model with random weights."""
     dense = copy.deepcopy(config)
     del dense.quantization_config
     return {
-        name: AutoModelForCausalLM.from_config(each, dtype=torch.float32).eval()
+        name: AutoModelForCausalLM.from_config(each, dtype=dtype).eval()
         for name, each in (("dense", dense), ("compressed", config))
     }
 
@@ -119,7 +122,7 @@ def stepper(model: nn.Module, batch: int, prompt: int, rounds: int, compiled: bo
 def products(model: nn.Module, batch: int):
     """All matrices of a model, one after the other."""
     matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    inputs = {width: torch.randn(batch, 1, width) for width in {matrix.in_features for matrix in matrices}}
+    inputs = {m.in_features: torch.randn(batch, 1, m.in_features, dtype=m.weight.dtype) for m in matrices}
 
     def step() -> None:
         for matrix in matrices:

@@ -65,6 +65,8 @@ PAGES = {
     "draft": ("draft*", "As a draft of the dense model", costs.draft),
     "targets": ("targets_*", "What a target costs", models.targets),
     "compression_cost": ("compression_cost*", "What compressing costs, in forwards", costs.compression_cost),
+    "plan_time": ("plan_time*", "The time of every method, and what the plan says of it", costs.plan_time),
+    "processes": ("processes*", "Several processes", costs.processes),
     "qk_norm": ("qk_norm*", "Fewer dimensions of normalised queries and keys", models.qk_norm),
     "moment_precision": ("moment_precision*", "Precision of the moments", costs.moment_precision),
     "cholesky": ("cholesky*", "Cholesky and memory pages", costs.cholesky),

@@ -13,7 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -133,10 +133,12 @@ def speeds(text: str) -> Iterator[Finding]:
     if stated := re.search(r"is × ([\d.]+) as fast", text):
         found = record("speed")["rows"]["prefill 8x256 float32"]["models"]["compressed"]["ratio"]
         yield Finding("speed, prefill 8x256", stated[1], f"{found:.2f}")
-    if stated := re.search(r"× ([\d.]+) \(one sequence\) or × ([\d.]+) \(eight\)", text):
-        for batch, value in zip((1, 8), stated.groups(), strict=True):
-            found = record("decode")["rows"][f"SmolLM2-135M, batch {batch}"]["found"]["compressed"]["ratio"]
-            yield Finding(f"speed, decoding of {batch}", value, f"{found:.2f}")
+    pattern = r"× ([\d.]+) \(one sequence\) or × ([\d.]+) \(eight\) in fp32, × ([\d.]+) or × ([\d.]+) in bf16"
+    if stated := re.search(pattern, text):
+        kinds = product(("float32", "bfloat16"), (1, 8))
+        for (dtype, batch), value in zip(kinds, stated.groups(), strict=True):
+            found = record("decode")["rows"][f"SmolLM2-135M, {dtype}, batch {batch}"]["found"]["compressed"]["ratio"]
+            yield Finding(f"speed, decoding of {batch} in {dtype}", value, f"{found:.2f}")
 
 
 def costs(text: str) -> Iterator[Finding]:

@@ -221,10 +221,12 @@ def module_speed(records: list[dict]) -> str:
 def decode(records: list[dict]) -> str:
     found = {name: f"× {row['found']['compressed']['ratio']:.2f}" for name, row in named(records[0]).items()}
     smol, llama = "SmolLM2-135M", "Llama-3.2-1B, 4 of 16 blocks"
-    return (
-        f"At 0.3 SmolLM2 has {found[f'{smol}, batch 1']} with one sequence and {found[f'{smol}, batch 8']} with eight, "
-        f"blocks of Llama 3.2 1B {found[f'{llama}, batch 1']} and {found[f'{llama}, batch 8']}."
-    )
+    told = [
+        f"{found[f'{smol}, {dtype}, batch 1']} with one sequence and {found[f'{smol}, {dtype}, batch 8']} with eight, "
+        f"blocks of Llama 3.2 1B {found[f'{llama}, {dtype}, batch 1']} and {found[f'{llama}, {dtype}, batch 8']}"
+        for dtype in ("float32", "bfloat16")
+    ]
+    return f"At 0.3, in fp32, SmolLM2 has {told[0]}. In bf16 it has {told[1]}."
 
 
 def kv_cache(records: list[dict]) -> str:
@@ -259,6 +261,22 @@ def memory(records: list[dict]) -> str:
         f"Blocks of width {widest['config']['width']:,}: {told}, the program among it; plans state {min(planned):.2f} "
         f"to {max(planned):.2f} times what is measured beside that."
     )
+
+
+def plan_time(records: list[dict]) -> str:
+    rows = [row for record in records for row in record["rows"]]
+    close = sum(1 / 1.5 <= row["ratio"] <= 1.5 for row in rows)
+    return (
+        f"{close} of {len(rows)} estimates are within a factor of 1.5 of what the run takes "
+        f"({min(row['ratio'] for row in rows):.2f} to {max(row['ratio'] for row in rows):.2f})."
+    )
+
+
+def processes(records: list[dict]) -> str:
+    record = records[0]
+    told = ", ".join(f"× {row['ratio']:.2f} by `{row['name']}`" for row in record["rows"])
+    same = "the same bytes" if all(row["same"] for row in record["rows"]) else "not the same bytes"
+    return f"{record['config']['processes']} processes of one thread each over one: {told}; {same}."
 
 
 def compression_cost(records: list[dict]) -> str:

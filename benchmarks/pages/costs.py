@@ -16,11 +16,7 @@ def compression_cost(record: dict) -> list[str]:
         for kind, ratio in row["ratios"].items():
             low, high = ratio["range"]
             seconds = [f"{row[f'{what}_seconds']:.1f}" for what in ("forward", kind)]
-            target = (
-                f"{ratio['target'] or '(1 + 3) x one-pass'} {'met' if ratio['met'] else '**missed**'}"
-                if "met" in ratio
-                else ""
-            )
+            target = f"{ratio['target']} {'met' if ratio['met'] else '**missed**'}" if "met" in ratio else ""
             rows.append([row["name"], kind, *seconds, f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]", target])
     method, tokens = record["config"]["method"], record["config"]["tokens"]
     what = f"`{method['method']}`, sparsity {method['sparsity']}, {windows(tokens)}."
@@ -117,12 +113,13 @@ def decode(record: dict) -> list[str]:
     """Return shapes by what was measured."""
     kinds = ("dense", "compressed", "matrix products, compressed")
     rows = [
-        [row["shape"], str(row["batch"]), *(settled(row["found"][kind]) for kind in kinds)] for row in record["rows"]
+        [row["shape"], row["dtype"], str(row["batch"]), *(settled(row["found"][kind]) for kind in kinds)]
+        for row in record["rows"]
     ]
     how = record["config"]
     under = "torch.compile, a static cache" if how["compile"] else "eager, the cache that grows"
-    head = ["", "batch", "dense", "compressed", "matrix products alone"]
-    what = f"{how['dtype']}; {how['rounds']} rounds after {how['prompt']} tokens; {under}."
+    head = ["", "dtype", "batch", "dense", "compressed", "matrix products alone"]
+    what = f"{how['rounds']} rounds after {how['prompt']} tokens; {under}."
     return [what, "", *table(head, rows, tight=True)]
 
 
@@ -137,6 +134,40 @@ def memory(record: dict) -> list[str]:
     what = f"Random Llama, {c['blocks']} blocks, d = {c['width']}, F = {c['hidden']}; {windows(c)}."
     head = ["MiB", *names, "ratio", "target 3", "planned / measured"]
     return [what, "", *table(head, rows)]
+
+
+def plan_time(record: dict) -> list[str]:
+    """Return methods by what their run took, and what the plan had said of it."""
+    c, rows = record["config"], record["rows"]
+    shapes = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        width, hidden, heads, key_heads, blocks = c["shapes"][shape]
+        sizes = f"width {width:,}, {hidden:,} hidden units, {heads} heads, {key_heads} of keys, {blocks} blocks"
+        shapes.append(f"- {shape}: {sizes}")
+    cells = {
+        (f"`{row['method']}`", row["shape"]): f"{row['needed']['total']:.1f} ({row['ratio']:.2f})"
+        for row in sorted(rows, key=lambda row: row["method"])
+    }
+    what = "Random Llamas; seconds of a compression, and in brackets the plan's estimate over them."
+    text = f"{c['samples']} x {c['length']} random tokens, {c['threads']} threads."
+    return [f"{what} {text}", "", *shapes, "", *crossed(cells, head="method")]
+
+
+def processes(record: dict) -> list[str]:
+    """Return methods by number of processes."""
+    c, rows = record["config"], record["rows"]
+    body = [
+        [
+            f"`{row['name']}`",
+            *(f"{row['seconds'][n]:.1f}" for n in row["seconds"]),
+            f"{row['ratio']:.2f} [{row['range'][0]:.2f}, {row['range'][1]:.2f}]",
+            "the same" if row["same"] else "**different**",
+        ]
+        for row in rows
+    ]
+    what = f"Sparsity {c['sparsity']}; {windows(c['tokens'])}, {c['shards']} shards; one thread a process."
+    head = ["method", "1 process, s", f"{c['processes']} processes, s", "times faster", "weights"]
+    return [what, "", *table(head, body)]
 
 
 def complexity(record: dict) -> list[str]:

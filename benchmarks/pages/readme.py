@@ -211,13 +211,18 @@ def speed(of: dict[str, dict], decode: dict[str, dict]) -> list[str]:
     prefill: dict[str, list[float]] = {}
     for row in of.values():
         prefill.setdefault(row["dtype"], []).append(row["models"]["compressed"]["ratio"])
-    ratios = [row["found"]["compressed"]["ratio"] for row in decode.values()]
-    both = f"{spread(prefill['float32'])} ({spread(prefill['bfloat16'])})"
+    decoding: dict[str, list[float]] = {}
+    for row in decode.values():
+        decoding.setdefault(row["dtype"], []).append(row["found"]["compressed"]["ratio"])
     gaps = [NONE] * (len(SETTINGS) - 1)
     return [
-        joined("prefill and blocks alone, three shapes, fp32 (bf16)", "× 1", both, *gaps),
-        joined("decode, two shapes, 1 and 8 sequences, fp32", "× 1", spread(ratios), *gaps),
+        joined("prefill and blocks alone, three shapes, fp32 (bf16)", "× 1", of_both(prefill), *gaps),
+        joined("decode, two shapes, 1 and 8 sequences, fp32 (bf16)", "× 1", of_both(decoding), *gaps),
     ]
+
+
+def of_both(ratios: dict[str, list[float]]) -> str:
+    return f"{spread(ratios['float32'])} ({spread(ratios['bfloat16'])})"
 
 
 def spread(ratios: list[float]) -> str:

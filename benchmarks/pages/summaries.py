@@ -54,6 +54,11 @@ QUESTIONS = {
         ),
         "complexity": ("Do operations and cache fall as the weights do?", "Read it to plan by FLOPs."),
         "compression_cost": ("How long does compressing take?", "Read it to estimate a run."),
+        "plan_time": (
+            "How long does each method take, and does the plan say so?",
+            "Read it to choose a method by its time.",
+        ),
+        "processes": ("How much faster are two processes than one?", "Read it if you have several devices."),
         "memory": ("How much memory does a streamed run take?", "Read it if the model is larger than your memory."),
         "large_models": (
             "What would large models take?",

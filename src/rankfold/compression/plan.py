@@ -156,6 +156,11 @@ def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
     return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
+def with_ranks(source: DenseModel, ranks: dict[tuple[int, str], int]) -> Blocks:
+    """Return every block with its ranks."""
+    return [(view, of_block(ranks, view.index)) for view in source.meta_blocks()]
+
+
 def build_plan(
     source: DenseModel, method: Method, allocated: Allocated, reports: dict, calibration: dict | None
 ) -> Plan:
@@ -170,7 +175,7 @@ def build_plan(
     modules = tuple(row for unit in allocated.options.units for row in _rows(unit, ranks[unit.key], reports))
     modules = tuple(sorted(modules, key=lambda row: row.block))  # of a unit with members they are of several blocks
     removed = sum(m.dense_weights - m.weights for m in modules)
-    blocks = [(view, of_block(ranks, view.index)) for view in source.meta_blocks()]
+    blocks = with_ranks(source, ranks)
     changes = [method.parameter_change(*block) for block in blocks]
     parameters = unique_parameters(source.model)
     parameters_after = parameters + sum(change for change, _ in changes)
@@ -193,7 +198,7 @@ def build_plan(
         bytes_after=floats_after * item + sum(added for _, added in changes) + buffers - gone,
         kv_bytes_per_token=sum(view.attention.cached for view, _ in caching) * item,
         kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
-        peak_memory_bytes=_peak_memory(source, method, calibration, source.offload, blocks),
+        peak_memory_bytes=peak_memory(source, method, calibration, source.offload, blocks),
         seconds=None,
         facts=allocated.facts
         | ({"zeros": removed} if method.leaves_zeros else {})
@@ -254,12 +259,12 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
     }
 
 
-def _peak_memory(
-    source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None, blocks: Blocks | None = None
+def peak_memory(
+    source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None, blocks: Blocks
 ) -> int:
-    """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that
-    measuring or decomposing a block, predicting held-out text, reading back or a backward pass takes; with the ranks of
-    all blocks also what attention mixes, where that is kept."""
+    """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, what attention mixes
+    where that is kept, and the most that measuring or decomposing a block, predicting held-out text, reading back or a
+    backward pass takes."""
     item = source.compute_dtype.itemsize
     active = 2 if source.autocast else item
     largest, outer, held = _held(source)
@@ -282,7 +287,7 @@ def _peak_memory(
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
-    if any(spared_passes(method.stages(*block)) for block in blocks or ()):
+    if any(spared_passes(method.stages(*block)) for block in blocks):
         kept = held_out if offload else here + held_out
         stream += kept * view.attention.heads * view.attention.head_dim * active
     if source.architecture.handed:

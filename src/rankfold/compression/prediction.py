@@ -25,7 +25,7 @@ from .cards import Card
 from .duration import Machine, Rates, timed
 from .importance import of_dense
 from .passes import Operations, compression, forward, passes
-from .plan import Allocated, _peak_memory, allocate_ranks, build_plan
+from .plan import Allocated, allocate_ranks, build_plan, peak_memory, with_ranks
 
 
 def predict(source: Outline, method: Method, calibration: dict[str, Any], card: Card, count: int) -> Plan:
@@ -158,7 +158,8 @@ def _advice(
 
     def fits(method: Method, is_offloaded: bool) -> bool:
         offload = Offload(source.device) if is_offloaded else source.offload
-        return _peak_memory(source, method, mine, offload) <= card.bytes
+        allocated, _ = _allocated(source, rank_options(source, method), method)
+        return peak_memory(source, method, mine, offload, with_ranks(source, allocated.ranks)) <= card.bytes
 
     return f"{peak / 1e9:.0f} GB do not fit on {card.gigabytes:g} GB: {_remedy(fits, method)}"
 
