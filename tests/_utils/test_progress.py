@@ -18,7 +18,7 @@ rankfold._utils.progress.LINE_SECONDS = 0.0
 """
 UNDRAWN = """
 from rankfold.comparison.report import page, plots
-page.drawn = lambda picture, *width: plots.Drawn(picture, b"", "", "")
+page.drawn = lambda picture, *width: plots.DrawnPicture(picture, b"", "", "")
 """
 
 
