@@ -14,6 +14,7 @@ import torch
 import transformers as t
 
 import common
+from pages.costs import CLOSE, is_close
 from rankfold import CalibrationData, DenseModel, compress, make_method, open_model
 from rankfold.compression.duration import estimated_seconds
 from rankfold.methods import method_class, method_names
@@ -59,8 +60,8 @@ def main() -> None:
                     f"{shape} {name}: said {sum(facts['said'].values()):.1f} s, needed {facts['needed']['total']:.1f} "
                     f"s, ratio {facts['ratio']:.2f}"
                 )
-    wrong = [row["name"] for row in record.value["rows"] if not 1 / 1.5 <= row["ratio"] <= 1.5]
-    common.say(f"outside of a factor of 1.5: {', '.join(wrong) or 'none'}")
+    wrong = [row["name"] for row in record.value["rows"] if not is_close(row["ratio"])]
+    common.say(f"outside of a factor of {CLOSE}: {', '.join(wrong) or 'none'}")
 
 
 def measure(shape: str, name: str, samples: int, length: int) -> dict:

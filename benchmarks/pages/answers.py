@@ -2,6 +2,7 @@
 
 import math
 
+from .costs import CLOSE, is_close
 from .perplexity import FORMS
 from .random_matrices import STUDIES, verdict
 from .tables import named, number, percent, windows
@@ -265,9 +266,9 @@ def memory(records: list[dict]) -> str:
 
 def plan_time(records: list[dict]) -> str:
     rows = [row for record in records for row in record["rows"]]
-    close = sum(1 / 1.5 <= row["ratio"] <= 1.5 for row in rows)
+    close = sum(is_close(row["ratio"]) for row in rows)
     return (
-        f"{close} of {len(rows)} estimates are within a factor of 1.5 of what the run takes "
+        f"{close} of {len(rows)} estimates are within a factor of {CLOSE} of what the run takes "
         f"({min(row['ratio'] for row in rows):.2f} to {max(row['ratio'] for row in rows):.2f})."
     )
 

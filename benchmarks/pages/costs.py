@@ -136,6 +136,13 @@ def memory(record: dict) -> list[str]:
     return [what, "", *table(head, rows)]
 
 
+CLOSE = 1.5  # factor within which an estimate of time is wanted
+
+
+def is_close(ratio: float) -> bool:
+    return 1 / CLOSE <= ratio <= CLOSE
+
+
 def plan_time(record: dict) -> list[str]:
     """Return methods by what their run took, and what the plan had said of it."""
     c, rows = record["config"], record["rows"]

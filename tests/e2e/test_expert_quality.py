@@ -50,8 +50,8 @@ def changed(moments, source, change):
     return store
 
 
-def ratio(source, dense: float, moments, method=METHOD) -> float:
-    return perplexity(rankfold.compress(source, method=method, moments=moments).model) / dense
+def ratio(source, dense: float, moments) -> float:
+    return perplexity(rankfold.compress(source, method=METHOD, moments=moments).model) / dense
 
 
 def test_the_mixture_has_learnt_something_and_leaves_some_experts_to_few_tokens(source, dense, moments):
