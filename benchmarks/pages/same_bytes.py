@@ -11,6 +11,7 @@ PANELS = {
     "decode": "decode, tokens/s",
 }  # what is against perplexity
 TOOLS = {"llama_cpp": "llama.cpp", "torchao": "torchao"}  # key of the configuration -> what quantised
+NEAR = 0.02  # points that are nearer to one with a name have none: names would lie on each other
 SMALLER = "bytes"  # of the panels the one where less is better
 
 
@@ -81,9 +82,20 @@ def _table(rows: list[dict], texts: list[str]) -> list[str]:
     def cells(row: dict) -> list[str]:
         good = [marked(row, number(row["perplexity"][text]), text, SMALLER) for text in texts]
         fast = [marked(row, f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f})", texts[0], what) for what in speeds]
-        return [row["model"], row["format"], f"{row['bytes'] / 1e6:.1f}", *good, *fast, str(row["fallback"] or "")]
+        far = [f"{round(row['divergence'][text], 3) + 0:.3f}" for text in diverged]
+        return [
+            row["model"],
+            row["format"],
+            f"{row['bytes'] / 1e6:.1f}",
+            *good,
+            *far,
+            *fast,
+            str(row["fallback"] or ""),
+        ]
 
-    return table(["model", "format", "MB", *texts, *speeds, "fallback"], map(cells, rows))
+    diverged = texts if all("divergence" in row for row in rows) else []
+    far = [f"divergence, {text}" for text in diverged]
+    return table(["model", "format", "MB", *texts, *far, *speeds, "fallback"], map(cells, rows))
 
 
 def picture(rows: list[dict], text: str) -> bytes:
@@ -100,9 +112,11 @@ def picture(rows: list[dict], text: str) -> bytes:
             points = [(row[what] / (1e6 if what == SMALLER else 1), row["perplexity"][text]) for row in mine]
             look = style(index) | ({} if what == SMALLER else {"linestyle": "none"})
             axes.plot(*zip(*points, strict=True), label=model, markersize=5, linewidth=1, alpha=0.85, **look)
+            last = None
             for row, point in zip(mine, points, strict=True) if index == 0 else ():
-                how = {"xytext": (2, 4), "textcoords": "offset points", "fontsize": 7, "rotation": 45}
-                axes.annotate(row["format"], point, **how)
+                if last is None or max(abs(a - b) / abs(b) for a, b in zip(point, last, strict=True)) > NEAR:
+                    how = {"xytext": (2, 4), "textcoords": "offset points", "fontsize": 7, "rotation": 45}
+                    axes.annotate(row["format"], last := point, **how)
         said = scale(axes, [row["perplexity"][text] for row in rows])
         axes.set(xlabel=PANELS[what], ylabel=f"perplexity on {text}{said}")
         axes.spines[["top", "right"]].set_visible(False)

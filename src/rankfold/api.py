@@ -283,6 +283,11 @@ def export(
     format: str = "stock",
     *,
     dtype: str = "auto",
+    calibration: Any = DEFAULT_TEXT,
+    num_samples: int = 32,
+    max_length: int = 2048,
+    seed: int = 0,
+    text_column: str = "text",
     tokenizer: Tokenizer | None = None,
 ) -> Exported:
     """Write a compressed model in another form, padded with zeros as little as that form allows.
@@ -292,14 +297,23 @@ def export(
         output: folder or file to write; must not exist.
         format: one of :data:`rankfold.exports.FORMATS`.
         dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
-            ``q8_0``.
+            ``q8_0``, ``q5_0`` and ``q4_0``.
+        calibration, num_samples, max_length, seed, text_column: text that ``q5_0`` and ``q4_0`` are rounded for; see
+            :func:`load_calibration`.
         tokenizer: of a model in memory.
 
     Raises:
-        OptionError, UnsupportedModelError, CheckpointError: see :func:`rankfold.exports.export`.
+        OptionError, DataError, UnsupportedModelError, CheckpointError: see :func:`rankfold.exports.export`.
     """
+    text: dict[str, Any] = {
+        "calibration": calibration,
+        "num_samples": num_samples,
+        "max_length": max_length,
+        "seed": seed,
+        "text_column": text_column,
+    }
     with _in_folder(model, tokenizer) as folder:
-        return exports.export(folder, output, format, dtype=dtype)
+        return exports.export(folder, output, format, dtype=dtype, **text)
 
 
 @typed

@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 import rankfold
 import tiny_pairs
 from families import opened, tokens
+from rankfold.calibration.leaving import watched
+from rankfold.calibration.observers import LayerInput
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
+from rankfold.exports.gguf_blocks import packed
+from rankfold.linalg.block_rounding import round_to_blocks
 from saved import save_tiny, save_tokenizer_over_characters
 from versions import needs
 
@@ -285,6 +289,57 @@ def test_a_tokenizer_that_has_no_name_in_llama_cpp_or_is_not_there_is_refused(pl
 def test_q8_0_is_for_gguf_files(place, tmp_path):
     with pytest.raises(OptionError, match="format stock has no dtype q8_0; choose auto, float32"):
         rankfold.export(place / "small", tmp_path / "x", dtype="q8_0")
+
+
+@pytest.mark.parametrize("dtype, values", [("q4_0", "Q5_0"), ("q5_0", "Q8_0")])
+def test_blocks_are_rounded_for_what_they_receive(place, tmp_path, dtype, values):
+    rankfold.export(place / "model", tmp_path / "x.gguf", "gguf", dtype=dtype, calibration=tokens())
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    of_block = {name.split(".")[2]: kind for name, kind in kinds.items() if name.startswith("blk.1.")}
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+    assert of_block == {
+        "attn_norm": "F32",
+        "ffn_norm": "F32",
+        **dict.fromkeys(["attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"], dtype.upper()),
+        "attn_v": values,
+        "ffn_down": "F16",  # rows that are not whole blocks
+    }
+    assert settings(tmp_path / "x.gguf")["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"]
+
+
+def test_a_block_is_rounded_for_what_the_rounded_ones_before_it_send(tmp_path):
+    """The reference runs the model of the file as far as a block, and rounds that one."""
+    save_tiny(tmp_path / "model", blocks=2)
+    rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf", dtype="q4_0", calibration=tokens(4))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    own = dense.model.layers[1]
+    model.model.layers[1].load_state_dict(own.state_dict())
+    model.model.embed_tokens.load_state_dict(dense.model.embed_tokens.state_dict())
+    found = gguf.GGUFReader(tmp_path / "x.gguf")
+    (written,) = [tensor for tensor in found.tensors if tensor.name == "blk.1.ffn_up.weight"]
+    alike = []  # bytes that are the same, of all; blocks may run in bf16
+    for network in (model, dense):
+        received = LayerInput(network.model.layers[1].mlp.up_proj)
+        with watched(received), torch.no_grad():
+            network(tokens(4).ids)
+        x = received.take().flatten(0, 1).double()
+        expected = round_to_blocks(own.mlp.up_proj.weight.detach(), x.mT @ x / len(x), levels=8)
+        alike.append((written.data == packed(expected, "q4_0")).mean())
+    assert alike[0] > 0.95 and alike[1] < 0.9
+
+
+def test_text_is_for_dtypes_that_are_rounded_for_it(place, tmp_path):
+    for dtype in ("q8_0", "float16"):
+        with pytest.raises(
+            OptionError, match=f"calibration would have no effect.* only q5_0 and q4_0 .* got dtype='{dtype}'"
+        ):
+            rankfold.export(place / "small", tmp_path / "x", "gguf", dtype=dtype, calibration=tokens())
+    with pytest.raises(OptionError, match="num_samples and seed would have no effect"):
+        rankfold.export(place / "small", tmp_path / "x", num_samples=4, seed=1)
+    with pytest.raises(OptionError, match="format deci has no dtype q4_0; choose auto, float32"):
+        rankfold.export(place / "small", tmp_path / "x", "deci", dtype="q4_0")
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_dense_model_becomes_a_file_too(place, tmp_path):

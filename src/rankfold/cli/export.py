@@ -5,9 +5,14 @@ from typing import Annotated
 
 import typer
 
+from ..data.built_in import DEFAULT_TEXT
 from . import common as c
 from . import options as o
+from .calibration import parse_texts
+from .rules import MayBePath
 from .summary import show_kept
+
+TEXTS = [DEFAULT_TEXT]
 
 
 def command(
@@ -19,8 +24,19 @@ def command(
         str, o.of_output(help="stock, deci, gguf or gguf-deci; docs/serve.md has what reads which.")
     ] = "stock",
     dtype: Annotated[
-        str, o.of_output(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
+        str, o.of_output(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0, q5_0 and q4_0.")
     ] = "auto",
+    calibration: Annotated[
+        list[str],
+        o.of_calibration(
+            metavar="TEXT", help="Texts that q5_0 and q4_0 are rounded for, as for compress; also TEXT=SHARE."
+        ),
+        MayBePath(),
+    ] = TEXTS,
+    num_samples: Annotated[int, o.of_calibration(help="Samples of all texts together.")] = 32,
+    max_length: Annotated[int, o.of_calibration(help="Tokens per sample, at most the model's context.")] = 2048,
+    seed: Annotated[int, o.of_calibration(help="Order in which samples are drawn.")] = 0,
+    text_column: Annotated[str, o.of_calibration(help="Column of the text, in a file with rows.")] = "text",
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
@@ -29,12 +45,15 @@ def command(
     \b
     rankfold export small -o stock
     rankfold export small -o small.gguf --format gguf --dtype q8_0
+    rankfold export small -o small.gguf --format gguf-deci --dtype q4_0 --calibration c4
     """
     from ..exports import export
 
     checkpoint = o.at_revision(checkpoint, revision)
 
-    done = export(checkpoint, output, format, dtype=dtype)
+    texts = DEFAULT_TEXT if calibration == TEXTS else parse_texts(calibration)
+    text = {"calibration": texts, "num_samples": num_samples, "max_length": max_length}
+    done = export(checkpoint, output, format, dtype=dtype, seed=seed, text_column=text_column, **text)
     result = {
         "output": str(done.output),
         "format": done.format,

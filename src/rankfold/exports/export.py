@@ -13,6 +13,8 @@ from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
+from ..data.built_in import DEFAULT_TEXT
+from ..data.load import load_calibration
 from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
@@ -21,6 +23,7 @@ from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import StockModel, parameters, plain, stock_form
+from .gguf_blocks import FORMATS as BLOCK_FORMATS
 from .llama_cpp import check_family, context_of
 
 
@@ -29,7 +32,7 @@ class Format:
     """One way out."""
 
     form: Callable[[DenseModel], StockModel]
-    write: Callable[..., float]  # of source, form, path, probe, and `quantised` where the format knows it
+    write: Callable[..., float]  # of source, form, path, probe; and `quantised`, `tokens` where the format knows them
     what: str
     quantises: bool = False
     context: Callable[..., int | None] = lambda config: None  # of the config: longest window that is computed alike
@@ -77,8 +80,16 @@ It needs no code of rankfold.
 | here, padded with zeros | {exported} |
 """
 GGUF = ".gguf"
-QUANTISED = "q8_0"  # a dtype of formats that quantise
-Q8_TOLERANCE = 0.1  # of the logits' norm; its steps are a 127th of the largest of 32 weights
+PLAIN = "q8_0"  # the block format whose numbers are rounded one by one; in coarser ones, for what layers receive
+ROUNDED = [name for name in BLOCK_FORMATS if name != PLAIN]
+# What a model is rounded for; a few samples are enough where nothing is chosen by them.
+CALIBRATION: dict[str, Any] = {
+    "calibration": DEFAULT_TEXT,
+    "num_samples": 32,
+    "max_length": 2048,
+    "seed": 0,
+    "text_column": "text",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class Exported:
         return (self.dense - self.exported) / (self.dense - self.compressed) if self.dense > self.compressed else 1.0
 
 
-def export(model: str | Path, output: str | Path, format: str = "stock", *, dtype: str = "auto") -> Exported:
+def export(model: str | Path, output: str | Path, format: str = "stock", *, dtype: str = "auto", **text) -> Exported:
     """Write a compressed checkpoint in another form, padded with zeros as little as that form allows.
 
     Args:
@@ -112,22 +123,34 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
             the compressed model computes.
         format: one of :data:`FORMATS`.
         dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
-            ``q8_0``.
+            ``q8_0``, ``q5_0`` and ``q4_0``.
+        text: what ``q5_0`` and ``q4_0`` are rounded for, see :data:`CALIBRATION` and
+            :func:`rankfold.data.load_calibration`.
 
     Raises:
-        OptionError: an unknown format, or a model that has that form already.
+        OptionError: an unknown format, a model that has that form already, or text where nothing is rounded for it.
+        DataError: the text cannot be read.
         UnsupportedModelError: the form cannot express the model.
         CheckpointError: the model cannot be read, the output cannot be written, or computes something else.
     """
     check_choice("format", format, FORMATS)
-    output, chosen, quantised = Path(output), FORMATS[format], dtype == QUANTISED
+    output, chosen, quantised = Path(output), FORMATS[format], dtype if dtype in BLOCK_FORMATS else None
     if output.suffix.lower() == GGUF and not format.startswith("gguf"):
         raise OptionError(
             f"{output.name} is the name of a GGUF file, and format {format} is a folder; give "
             f"{option('format', 'gguf')} or {option('format', 'gguf-deci')}, or another name"
         )
     if quantised and not chosen.quantises:
-        raise OptionError(f"format {format} has no dtype {QUANTISED}; choose auto, float32, bfloat16 or float16")
+        raise OptionError(f"format {format} has no dtype {dtype}; choose auto, float32, bfloat16 or float16")
+    text = CALIBRATION | text
+    given = [
+        name for name in text if type(text[name]) is not type(CALIBRATION[name]) or text[name] != CALIBRATION[name]
+    ]
+    if dtype not in ROUNDED and given:
+        raise OptionError(
+            f"{' and '.join(map(option, given))} would have no effect: of dtypes only {' and '.join(ROUNDED)} are "
+            f"rounded for calibration text, got {option('dtype', dtype)}; leave it out"
+        )
     check_output(output)
     folder, _ = resolve_model(model)
     source = open_compressed(folder, dtype="auto" if quantised else dtype)
@@ -137,9 +160,12 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     record = read_record(folder) if (folder / NAME).is_file() else None
     counts = _counts(source, form, record)
     exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
-    probe = Probe(source, Q8_TOLERANCE if quantised else exact, chosen.context(form.config))
+    probe = Probe(source, BLOCK_FORMATS[dtype].tolerance if quantised else exact, chosen.context(form.config))
+    how: dict[str, Any] = {"quantised": quantised} if chosen.quantises else {}
+    if dtype in ROUNDED:
+        how["tokens"] = load_calibration(text.pop("calibration"), source, **text)
     with creating(output) as place:
-        difference = chosen.write(source, form, place, probe, **({"quantised": quantised} if chosen.quantises else {}))
+        difference = chosen.write(source, form, place, probe, **how)
         done = Exported(output, format, *counts, difference)
         if place.is_dir():
             write_text(place / "README.md", _card(done, source, record))

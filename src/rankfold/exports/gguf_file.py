@@ -17,43 +17,66 @@ from .._utils.present import present
 from .._utils.progress import track
 from ..architectures import AttentionView
 from ..compression.verify import Probe
+from ..data.calibration_data import CalibrationData
+from ..linalg.block_rounding import Rounded
 from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
 from .form import StockModel
+from .gguf_blocks import packed
 from .gguf_tokens import write_tokenizer
 from .llama_cpp import context_of
 from .padding import padded_state
+from .rounding import BlockRounding
 
 KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
-FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+FILE_TYPES = {"F32": "ALL_F32"} | {name: f"MOSTLY_{name}" for name in ("F16", "BF16", "Q8_0", "Q5_0", "Q4_0")}
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
 
 
-def write_gguf(source: DenseModel, form: StockModel, file: Path, probe: Probe, *, quantised: bool = False) -> float:
+def write_gguf(
+    source: DenseModel,
+    form: StockModel,
+    file: Path,
+    probe: Probe,
+    *,
+    quantised: str | None = None,
+    tokens: CalibrationData | None = None,
+) -> float:
     """Write a GGUF file and read it back: ``llama`` where all MLPs are equally wide, otherwise ``deci``.
 
     Args:
-        quantised: in Q8_0; matrices whose rows are not whole blocks of 32, in f16.
+        quantised: one of :data:`.gguf_blocks.FORMATS` for matrices; those whose rows are not whole blocks of 32 are
+            written in f16.
+        tokens: text that the blocks are rounded for; what stands around them is in Q8_0 then. Without it every number
+            is rounded by itself.
 
     Returns and raises what :func:`~.folder.write_folder` does.
     """
     empty, arch = form.empty(torch.float32), "deci" if form.layers else "llama"
-    kind = gguf.GGMLQuantizationType.Q8_0 if quantised else KINDS[source.dtype]
+    kind = gguf.GGMLQuantizationType[quantised.upper()] if quantised else KINDS[source.dtype]
+    around = gguf.GGMLQuantizationType.Q8_0 if tokens else kind
     attention, names = form.view(empty, 0).attention, {}
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI if form.layers else gguf.MODEL_ARCH.LLAMA, len(source))
     writer = gguf.GGUFWriter(file, arch)
     _write_settings(writer, source, form, empty, kind)
     write_tokenizer(writer, source.tokenizer, source.config.vocab_size)
-    for name, tensor in _tensors(source, form, empty, probe):
+    rounding = BlockRounding(form, source.outer_state(), tokens, present(quantised)) if tokens else None
+    for name, tensor in _tensors(source, form, empty, probe, rounding):
         names[name] = known.get_name(name, (".weight", ".bias"))
-        values = _ordered(name, tensor, attention).float().contiguous().numpy()
-        stored = _kind_of(values, kind)
-        writer.add_tensor(names[name], gguf.quants.quantize(values, stored), raw_dtype=stored)
+        if isinstance(tensor, tuple):
+            rounded, format = tensor
+            stored = gguf.GGMLQuantizationType[format.upper()]
+            numbers = packed(Rounded(*(_ordered(name, part, attention) for part in rounded)), format)
+        else:
+            values = _ordered(name, tensor, attention).float().contiguous().numpy()
+            stored = _kind_of(values, around)
+            numbers = gguf.quants.quantize(values, stored)
+        writer.add_tensor(names[name], numbers, raw_dtype=stored)
     factors = _frequency_factors(empty, form)
     if factors is not None:
         writer.add_tensor(FACTORS, factors)
@@ -89,7 +112,7 @@ def _write_settings(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind.name]])
-    if kind is gguf.GGMLQuantizationType.Q8_0:
+    if kind not in KINDS.values():
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
@@ -102,13 +125,16 @@ def _frequency_factors(empty: PreTrainedModel, form: StockModel) -> np.ndarray |
 
 
 def _tensors(
-    source: DenseModel, form: StockModel, empty: PreTrainedModel, probe: Probe
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name in transformers; the probe follows."""
+    source: DenseModel, form: StockModel, empty: PreTrainedModel, probe: Probe, rounding: BlockRounding | None
+) -> Iterator[tuple[str, Tensor | tuple[Rounded, str]]]:
+    """Every tensor by its name in transformers, or what it is rounded to; the probe follows."""
     yield from source.outer_state().items()
     for index in track(range(len(source)), "exporting"):
         view = source.block(index)
-        for name, tensor in padded_state(view, form.view(empty, index), source.dtype, form.places).items():
+        state: dict[str, Any] = padded_state(view, form.view(empty, index), source.dtype, form.places)
+        if rounding:
+            state |= rounding(index, state)
+        for name, tensor in state.items():
             yield f"{view.path}.{name}", tensor
         probe.follow(view)
 
