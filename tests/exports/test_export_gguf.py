@@ -339,6 +339,9 @@ def test_text_is_for_dtypes_that_are_rounded_for_it(place, tmp_path):
         rankfold.export(place / "small", tmp_path / "x", num_samples=4, seed=1)
     with pytest.raises(OptionError, match="format deci has no dtype q4_0; choose auto, float32"):
         rankfold.export(place / "small", tmp_path / "x", "deci", dtype="q4_0")
+    for format, more in (("gguf", ", q8_0, q5_0, q4_0"), ("stock", "")):
+        with pytest.raises(OptionError, match=f"dtype must be auto, float32, bfloat16, float16{more}; got 'q4_1'"):
+            rankfold.export(place / "small", tmp_path / "x", format, dtype="q4_1")
     assert not (tmp_path / "x").exists()
 
 

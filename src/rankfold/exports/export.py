@@ -17,6 +17,7 @@ from ..data.built_in import DEFAULT_TEXT
 from ..data.load import load_calibration
 from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.dense_model import DenseModel
+from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
 from ..report.record import NAME, read_record, records_of
 from ..version import __version__
@@ -142,6 +143,8 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         )
     if quantised and not chosen.quantises:
         raise OptionError(f"format {format} has no dtype {dtype}; choose auto, float32, bfloat16 or float16")
+    if not quantised:
+        resolve_dtype(dtype, BLOCK_FORMATS if chosen.quantises else ())
     text = CALIBRATION | text
     given = [
         name for name in text if type(text[name]) is not type(CALIBRATION[name]) or text[name] != CALIBRATION[name]

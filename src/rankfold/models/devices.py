@@ -1,6 +1,7 @@
 """Devices and dtypes by name, and in what precision blocks run on them."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -18,8 +19,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cpu" and multiplies_bf16_fast() else None
 
 
-def resolve_dtype(name: str) -> torch.dtype | None:
+def resolve_dtype(name: str, others: Iterable[str] = ()) -> torch.dtype | None:
     """``torch.dtype`` of a name; ``None`` for ``auto`` (as the checkpoint stores it).
+
+    Args:
+        others: names that the caller takes as well, for the message.
 
     Raises:
         OptionError: any other name.
@@ -27,7 +31,7 @@ def resolve_dtype(name: str) -> torch.dtype | None:
     if name == "auto":
         return None
     if _SHORT.get(name, name) not in DTYPES:
-        raise OptionError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
+        raise OptionError(f"dtype must be auto, {', '.join([*DTYPES, *others])}; got {name!r}")
     return DTYPES[_SHORT.get(name, name)]
 
 
