@@ -298,8 +298,11 @@ def export(
         format: one of :data:`rankfold.exports.FORMATS`.
         dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
             ``q8_0``, ``q5_0`` and ``q4_0``.
-        calibration, num_samples, max_length, seed, text_column: text that ``q5_0`` and ``q4_0`` are rounded for; see
-            :func:`load_calibration`.
+        calibration: text that ``q5_0`` and ``q4_0`` are rounded for; see :func:`load_calibration`.
+        num_samples: of all texts together.
+        max_length: tokens of a sample.
+        seed: of the draw.
+        text_column: in a file with rows.
         tokenizer: of a model in memory.
 
     Raises:
