@@ -43,7 +43,7 @@ def recover(record: dict, folder: Path | None) -> list[str]:
 
 def _row(row: dict) -> list[str]:
     done = row.get("recovery")
-    trained = [f"{done['tokens_seen']:,}", f"{done['seconds']:.0f}"] if done else ["", ""]
+    trained = [f"{done['tokens_seen']:,}", f"{done['seconds']:.0f}" if done["seconds"] else ""] if done else ["", ""]
     if "error" in row:
         return [row["setting"], row["value"], *trained, row["error"]]
     given_back = done is not None and not done["recovered"]
