@@ -74,7 +74,8 @@ def good(tmp_path_factory):
         | {"on_plan": None},
         "evaluate_text": {"model": model, "text": place / "a.txt", "max_length": 16, "limit": 1, "text_column": "text"}
         | {"dtype": "auto", "device": "cpu"},
-        "export": {"model": model, "output": place / "out", "format": "stock", "dtype": "auto", "tokenizer": None},
+        "export": {"model": model, "output": place / "out", "format": "gguf", "dtype": "q4_0", "tokenizer": None}
+        | {"calibration": place / "a.txt", **drawing},
         "load": {"model": model, "dtype": "auto", "device": "cpu"}
         | {"device_map": None, "max_memory": None, "offload_folder": None},
         "load_calibration": {

@@ -47,6 +47,7 @@ LOCAL = {
     "generate": "--max-new-tokens 3",
     "chat": "--max-new-tokens 3",
     "compare": "--text-length 32 --limit 2",
+    "export": f"{SMALL} --calibration text.txt",
 }
 SHAPES = {"--num-samples", "8", "--max-length", "32"}  # of moments, where these are given
 HERE = {  # what a page shows -> the same on a model and texts that are here
@@ -153,6 +154,8 @@ def added(command: str, given: list[str]) -> list[str]:
     ]
     if "--gpu" in given:  # goes by shapes alone
         return extra
+    if command == "export" and "q4_0" not in given:  # no text is read
+        return []
     if "--moments" in given:
         return [word for word in extra if word not in SHAPES]
     if command in ("plan", "compress", "calibrate") and "--calibration" not in given:
