@@ -72,15 +72,14 @@ def perplexity(file: Path, text: Path, context: int, windows: int, threads: int)
 
 def predict(file: Path, output: Path, text: Path, context: int, windows: int, threads: int) -> None:
     """Write what a model predicts in the second half of each of the first windows."""
-    size = {"c": context, "b": context, "-chunks": windows}
-    _run("llama-perplexity", m=file, f=text, t=threads, **size, **{"-kl-divergence-base": output})
+    how = {"c": context, "b": context, "-chunks": windows, "-kl-divergence-base": output}
+    _run("llama-perplexity", m=file, f=text, t=threads, **how)
 
 
 def divergence(file: Path, predictions: Path, context: int, threads: int) -> float:
     """Return the mean Kullback-Leibler divergence from written predictions, nats per token."""
-    command = [str(tool("llama-perplexity")), "-m", str(file), "--kl-divergence"]
-    command += ["--kl-divergence-base", str(predictions), "-c", str(context), "-b", str(context), "-t", str(threads)]
-    found = DIVERGED.search(_output(command))
+    how = {"c": context, "b": context, "-kl-divergence-base": predictions}
+    found = DIVERGED.search(_run("llama-perplexity", "--kl-divergence", m=file, t=threads, **how))
     if not found:
         raise SystemExit(f"llama-perplexity told no divergence of {file.name}")
     return float(found[1])
@@ -100,8 +99,10 @@ def quantise(file: Path, output: Path, form: str, threads: int, imatrix: Path | 
     return int(found[1]) if found else 0
 
 
-def _run(name: str, **options) -> str:
-    return _output([str(tool(name)), *(str(part) for key, value in options.items() for part in (f"-{key}", value))])
+def _run(name: str, *flags: str, **options) -> str:
+    return _output(
+        [str(tool(name)), *flags, *(str(part) for key, value in options.items() for part in (f"-{key}", value))]
+    )
 
 
 def _output(command: list[str]) -> str:

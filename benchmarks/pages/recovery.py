@@ -43,7 +43,8 @@ def recover(record: dict, folder: Path | None) -> list[str]:
 
 def _row(row: dict) -> list[str]:
     done = row.get("recovery")
-    trained = [f"{done['tokens_seen']:,}", f"{done['seconds']:.0f}" if done["seconds"] else ""] if done else ["", ""]
+    seconds = done["seconds"] if done else None  # none where the run was stopped for a while
+    trained = [f"{done['tokens_seen']:,}" if done else "", f"{seconds:.0f}" if seconds else ""]
     if "error" in row:
         return [row["setting"], row["value"], *trained, row["error"]]
     given_back = done is not None and not done["recovered"]

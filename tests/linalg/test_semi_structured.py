@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from problems import KINDS, activations, problem
 from torch import Tensor
 
-import rankfold.linalg.semi_structured as semi_structured
+import rankfold.linalg.compensation as compensation
 from rankfold.linalg.semi_structured import activation_scores, gradient_scores, largest_of_four, surgeon
 
 RIDGE = 1e-2
@@ -52,7 +52,7 @@ def test_surgery_is_dense_surgery_column_by_column(kind):
 def test_how_many_columns_are_updated_at_once_changes_nothing(columns, monkeypatch):
     W, C, _ = layers("wide")
     whole = surgeon(W, C)
-    monkeypatch.setattr(semi_structured, "COLUMNS", columns)
+    monkeypatch.setattr(compensation, "COLUMNS", columns)
     torch.testing.assert_close(surgeon(W, C), whole, rtol=1e-10, atol=1e-10)
 
 

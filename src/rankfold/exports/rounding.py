@@ -45,13 +45,14 @@ class BlockRounding:
         view.module.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
         moments = measure(view, self.stream, INPUTS, step=False)
         found: dict[str, tuple[Rounded, str]] = {}
-        for statistic, paths in view.readers.items():
+        readers = view.readers
+        for statistic, paths in readers.items():
             inputs = moments[statistic].second_moment()
             for path in paths:
                 weight = view.module.get_parameter(f"{path}.weight")
                 if weight.shape[1] % BLOCK:
                     continue
-                values = path == view.readers["attention_input"][-1]
+                values = path == readers["attention_input"][-1]
                 format = FORMATS[self.format].finer if values else self.format
                 rounded = round_to_blocks(weight, inputs, levels=FORMATS[format].levels)
                 weight.copy_(rounded.values())

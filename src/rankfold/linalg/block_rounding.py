@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .psd import all_finite, damped, spd_inverse
+from .compensation import change_columns, inverse_factor
+from .psd import all_finite, damped
 
 BLOCK = 32  # numbers with a step of their own
 # Of the second moment, relative to its mean diagonal. GPTQ has 0.01, with which SmolLM2 in Q4_0 diverged a little more;
 # with 0.5 it diverged as much as with this.
 RIDGE = 0.1
-TOGETHER = 128  # columns whose errors reach the others in one product
 SHARES = torch.arange(-9, 10) / 10  # of a level by which the largest number of a block may miss its own
 
 
@@ -59,25 +59,22 @@ def round_to_blocks(W: Tensor, C: Tensor, *, levels: int) -> Rounded:
         )
     if not all_finite(W):
         raise ValueError("W must be finite")
-    H = damped(C, RIDGE, name="C")
-    order = H.diagonal().argsort(descending=True, stable=True)
-    inverse = spd_inverse(H[order][:, order])
-    if inverse is None:
+    weight = damped(C, RIDGE, name="C").diagonal()
+    order = weight.argsort(descending=True, stable=True)
+    U = inverse_factor(C[order][:, order], RIDGE)
+    if U is None:
         raise torch.linalg.LinAlgError(f"the second moment {tuple(C.shape)} is not positive definite; use more tokens")
-    U = torch.linalg.cholesky(inverse, upper=True).float()
-    steps = choose_steps(W.float(), H.diagonal().float(), levels=levels)
+    steps = choose_steps(W.float(), weight.float(), levels=levels)
     codes = torch.empty_like(W, dtype=torch.int8)
     rest = W.float()[:, order]  # a copy
-    for a in range(0, F, TOGETHER):
-        b = min(a + TOGETHER, F)
-        errors = torch.empty_like(rest[:, a:b])
-        for j in range(a, b):
-            step = steps[:, order[j] // BLOCK].float()
-            code = _codes(rest[:, j], step, levels)
-            codes[:, order[j]] = code.to(torch.int8)
-            errors[:, j - a] = (rest[:, j] - code * step) / U[j, j]
-            rest[:, j + 1 : b] -= errors[:, j - a, None] * U[j, j + 1 : b]
-        rest[:, b:] -= errors @ U[a:b, b:]
+
+    def rounded(j: int) -> Tensor:
+        step = steps[:, order[j] // BLOCK].float()
+        code = _codes(rest[:, j], step, levels)
+        codes[:, order[j]] = code.to(torch.int8)
+        return code * step
+
+    change_columns(rest, U.float(), rounded)
     return Rounded(codes, steps)
 
 

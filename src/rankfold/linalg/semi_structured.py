@@ -7,10 +7,10 @@ sparse tensor cores want it.
 import torch
 from torch import Tensor
 
-from rankfold.linalg.psd import all_finite, check_moment, damping, spd_inverse
+from rankfold.linalg.compensation import change_columns, inverse_factor
+from rankfold.linalg.psd import all_finite, check_moment
 
 GROUP, KEPT = 4, 2
-COLUMNS = 128  # between two updates of the whole matrix
 
 
 def activation_scores(W: Tensor, C: Tensor) -> Tensor:
@@ -86,37 +86,22 @@ def surgeon(W: Tensor, C: Tensor, *, ridge: float = 0.01) -> Tensor:
     _check_width(W)
     if not all_finite(W):
         raise ValueError(f"W {tuple(W.shape)} has NaN or infinite entries")
-    W, U = W.to(C, copy=True), _factor(C, ridge)
-    for a in range(0, W.shape[1], COLUMNS):
-        b = min(a + COLUMNS, W.shape[1])
-        removed = _columns(W[:, a:b], U[a:b, a:b])
-        W[:, b:].addmm_(removed, U[a:b, b:], alpha=-1)
-    return W
-
-
-def _factor(C: Tensor, ridge: float) -> Tensor:
-    """``(N, N)`` upper triangular, ``U^T U = (C + lambda I)^-1``; of any scale: no choice, no update depends on it."""
-    silent = not C.diagonal().any()
-    inverse = spd_inverse(torch.eye(len(C)).to(C) if silent else C, shift=0.0 if silent else damping(C, ridge))
-    if inverse is None:
+    W, U = W.to(C, copy=True), inverse_factor(C, ridge)
+    if U is None:
         raise torch.linalg.LinAlgError(
             f"the second moment {tuple(C.shape)} is not positive definite with ridge {ridge}; raise the ridge"
         )
-    return torch.linalg.cholesky(inverse, upper=True)
+    lengths, keep = U.diagonal(), torch.empty(0)
 
-
-def _columns(W: Tensor, U: Tensor) -> Tensor:
-    """Go through some columns in place; returns what each lost, over the diagonal of ``U``: ``(O, columns)``."""
-    removed = torch.zeros_like(W)
-    for j in range(W.shape[1]):
+    def without(j: int) -> Tensor:
+        nonlocal keep
         if j % GROUP == 0:
             here = slice(j, j + GROUP)
-            keep = largest_of_four(W[:, here].square() / U.diagonal()[here].square())
-        kept = keep[:, j % GROUP]
-        removed[:, j] = (W[:, j] / U[j, j]).masked_fill_(kept, 0)
-        W[:, j + 1 :].addr_(removed[:, j], U[j, j + 1 :], alpha=-1)
-        W[:, j].masked_fill_(~kept, 0)  # a mask as an index would wait for the device
-    return removed
+            keep = largest_of_four(W[:, here].square() / lengths[here].square())
+        return W[:, j].masked_fill(~keep[:, j % GROUP], 0)  # a mask as an index would wait for the device
+
+    change_columns(W, U, without)
+    return W
 
 
 def _check_width(W: Tensor) -> None:
