@@ -17,7 +17,7 @@ PROSE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "prose.py"))
         ("A norm behind the MLP, in front of the head.", ["behind", "in front of"]),
         ("It runs. What is left over goes beside it.", ["beside"]),
         ("What knows no modules takes an export.", ["What …"]),
-        ("What is a rank? See `norms_behind` and [the page](behind.md).", []),
+        ("What is a rank? See `norms_after` and [the page](behind.md).", []),
         ("Which norms there are depends on the family.", ["Which …"]),
     ],
 )

@@ -34,7 +34,7 @@ def test_queries_keys_and_values_are_measured_without_attention(family, monkeypa
 
 
 def test_a_forward_goes_as_far_as_the_last_of_all_statistics_wants():
-    assert last_place({"query", "attention_input", "windows", "absolute", "norms_behind"}) == "projections"
+    assert last_place({"query", "attention_input", "windows", "absolute", "norms_after"}) == "projections"
     assert last_place({"query", "attention_output"}) == "attention"
     assert last_place({"mlp_hidden", "query"}) == "mlp"
     assert last_place({"influence", "mlp_hidden"}) == last_place({"windows"}) == last_place(set()) == "end"

@@ -59,7 +59,7 @@ def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatc
     assert source.architecture.derived
     found = validate_spec(source)
     assert max(found.logits, found.attention, found.units or 0.0) < 1e-5
-    outer = {"derived", "attention", "unless", "mlp", "norms", "norms_behind", "experts", "needs_start"}
+    outer = {"derived", "attention", "unless", "mlp", "norms", "norms_after", "experts", "needs_start"}
     assert compared(found.spec, config, outer) == compared(known, config, outer)
     if known.mlp is not None and known.experts is None:
         assert found.spec.mlp == dataclasses.replace(known.mlp, activation=None)
@@ -198,7 +198,7 @@ def test_attention_of_which_later_blocks_have_more_stays_dense():
     """As MiniMax M3, whose first blocks lack the indexer of the others; of the few tokens of a proof it chooses all."""
     model = unknown("ministral")
     model.model.layers[2].self_attn.indexer = nn.Linear(32, 8)
-    assert derive(model).attention.beyond == "its attention has indexer too"
+    assert derive(model).attention.unsupported_reason == "its attention has indexer too"
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def test_every_family_takes_it(family, tmp_path):
         assert small(some_ids()).logits.isfinite().all()
     assert record["options"]["output_weighting"] == "fisher"
     # Of an attention only where nothing is fitted behind its values: feedback changes what they are worth.
-    without = {"qk", "experts"} | ({"vo"} if opened(family).block(0).adds else set())
+    without = {"qk", "experts"} | ({"vo"} if opened(family).block(0).is_plain_residual else set())
     for reports in record["blocks"].values():
         assert {m for m, report in reports.items() if "predicted_loss" in report} == reports.keys() - without
 

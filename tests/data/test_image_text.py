@@ -67,7 +67,7 @@ def test_moments_are_those_of_the_models_own_forward(pair, index):
         torch.testing.assert_close(moments[name].second, x.mT @ x, **CLOSE)
 
 
-def behind_all_blocks(source, examples):
+def after_all_blocks(source, examples):
     stream = start(source, examples.ids, autocast=None)
     for index in range(len(source)):
         advance(source.block(index), stream)
@@ -77,7 +77,7 @@ def behind_all_blocks(source, examples):
 @torch.no_grad()
 def test_blocks_one_by_one_give_the_stock_logits(pair):
     source, examples = pair
-    stream = behind_all_blocks(source, examples)
+    stream = after_all_blocks(source, examples)
     for example, hidden in zip(examples.ids, stream.hidden, strict=True):
         expected = source.model(**example.read(), use_cache=False).logits
         torch.testing.assert_close(outputs(source, example, stream, hidden), expected, **CLOSE)
@@ -93,7 +93,7 @@ def text_losses(model, example) -> torch.Tensor:
 @torch.no_grad()
 def test_perplexity_is_over_the_tokens_of_text(pair):
     source, examples = pair
-    stream = behind_all_blocks(source, examples)
+    stream = after_all_blocks(source, examples)
     expected = torch.cat([text_losses(source.model, example) for example in examples.ids])
     assert len(expected) < examples.tokens - len(examples.ids)
     assert nats_per_token(source, examples.ids, stream) == pytest.approx(expected.mean().item(), rel=1e-5)

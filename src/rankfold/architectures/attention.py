@@ -100,7 +100,7 @@ class AttentionView:
         """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which
         all that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
         """
-        if self.spec.pairs == "halves" or not self.rotary_dim:
+        if self.spec.rope_style == "neox" or not self.rotary_dim:
             return None
         turning, still = torch.arange(self.head_dim, device=device).split(
             [self.rotary_dim, self.head_dim - self.rotary_dim]
@@ -156,7 +156,7 @@ class AttentionView:
         if not self.norms or self.spec.norm_offset is None:
             return None
         offset = self.spec.norm_offset
-        q_norm, k_norm = (read_norm(getattr(self.module, n), offset=offset, centres=False) for n in self.norms)
+        q_norm, k_norm = (read_norm(getattr(self.module, n), offset=offset, is_layernorm=False) for n in self.norms)
         return q_norm, k_norm
 
     def angles(self, call: dict) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ class AttentionView:
         usual = parameters.get("rope_type") in FIXED_ROTARY and "mrope_section" not in parameters
         whole = self.spec.rotary_base is None and self.rotary_dim == self.head_dim
         spec = self.spec
-        special = spec.beyond or spec.growth or self.norms
+        special = spec.unsupported_reason or spec.growth or self.norms
         return bool(spec.width and spec.longrope and not special and usual and whole)
 
     @property
@@ -303,8 +303,8 @@ def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:
 def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -> int:
     if spec.position != "rope" or getattr(config, "alibi", False):
         return 0
-    rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
-    if rotates and not getattr(module, rotates, True):
+    name = spec.applies_rope.of(config) if isinstance(spec.applies_rope, ByConfig) else spec.applies_rope
+    if name and not getattr(module, name, True):
         return 0
     rotary = getattr(config, "rotary_dim", None) if spec.rotary_base else getattr(module, "rotary_ndims", None)
     if rotary is None:

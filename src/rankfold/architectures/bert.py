@@ -20,11 +20,11 @@ BERT = Architecture(
     ),
     mlp=MLPSpec(up="intermediate.dense", down="output.dense"),
     middle="intermediate",
-    adds=False,
+    is_plain_residual=False,
     decoder=False,
     unless=(_DECODER,),
 )
 ARCHITECTURES = (
     BERT,
-    *(replace(BERT, model_type=name, positions_behind_padding=True) for name in ("roberta", "xlm-roberta")),
+    *(replace(BERT, model_type=name, positions_after_padding=True) for name in ("roberta", "xlm-roberta")),
 )

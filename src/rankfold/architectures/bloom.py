@@ -18,8 +18,8 @@ ARCHITECTURES = (
             output_dropout="hidden_dropout",
         ),
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", width=None, activation="mlp.gelu_impl"),
-        adds=ByConfig("apply_residual_connection_post_layernorm", yes=False, no=True),
-        norms=NormsSpec(centres=True),
+        is_plain_residual=ByConfig("apply_residual_connection_post_layernorm", yes=False, no=True),
+        norms=NormsSpec(is_layernorm=True),
         returns_tuple=True,
     ),
 )

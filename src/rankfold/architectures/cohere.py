@@ -8,13 +8,15 @@ from .spec import NormsSpec
 COHERE = replace(
     LLAMA,
     model_type="cohere",
-    attention=replace(LLAMA.attention, pairs="adjacent", interleaved_table=True),
+    attention=replace(LLAMA.attention, rope_style="gptj", interleaved_table=True),
     middle=None,
-    norms=NormsSpec(mlp=("input_layernorm",), centres=True),
+    norms=NormsSpec(mlp=("input_layernorm",), is_layernorm=True),
     unless=(("use_qk_norm", "its q/k-norms have weights of their own for every head"),),
 )
 
 ARCHITECTURES = (
     COHERE,
-    replace(COHERE, model_type="cohere2", attention=replace(COHERE.attention, rotates="sliding_window"), unless=()),
+    replace(
+        COHERE, model_type="cohere2", attention=replace(COHERE.attention, applies_rope="sliding_window"), unless=()
+    ),
 )

@@ -11,7 +11,7 @@ LATENT = AttentionSpec(
     path="self_attn",
     qkv=(),
     output="o_proj",
-    beyond="its keys and values are latents already, with rotated dimensions of their own",
+    unsupported_reason="its keys and values are latents already, with rotated dimensions of their own",
     cached=("kv_lora_rank", "qk_rope_head_dim"),
     width=None,
 )

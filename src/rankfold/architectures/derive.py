@@ -58,13 +58,11 @@ def derive(model: "PreTrainedModel") -> Architecture:
         mlp=None if plain is None else _mlp(_outside(plain, places), config),
         experts=next(filter(None, experts), None),
         mixers=mixers,
-        images_behind_blocks=bool(
-            getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", ())
-        ),
+        images_after_blocks=bool(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", ())),
         derived=True,
     )
-    if found.attention.beyond and found.mlp is None and found.experts is None:
-        raise UnsupportedModelError(_because(config, f"{found.attention.beyond}, and no MLP is found"))
+    if found.attention.unsupported_reason and found.mlp is None and found.experts is None:
+        raise UnsupportedModelError(_because(config, f"{found.attention.unsupported_reason}, and no MLP is found"))
     return found
 
 

@@ -18,7 +18,7 @@ ARCHITECTURES = (
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", width="ffn_hidden_size", activation="mlp.act"),
         middle=ByConfig("parallel_attn", yes=None, no="post_attention_layernorm"),
         norms=NormsSpec(
-            ("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp", "input_layernorm"), centres=True
+            ("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp", "input_layernorm"), is_layernorm=True
         ),
         returns_tuple=True,
     ),

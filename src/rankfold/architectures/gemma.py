@@ -8,15 +8,15 @@ from .._utils.present import present
 from .llama import LLAMA
 from .spec import ExpertsSpec, NormsSpec, left_dense
 
-BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 GEMMA = replace(LLAMA, model_type="gemma", norms=NormsSpec(offset=1.0), needs_start=True)
 GEMMA2 = replace(
     GEMMA,
     model_type="gemma2",
     middle="pre_feedforward_layernorm",
-    adds=False,
-    norms_behind=BEHIND,
+    is_plain_residual=False,
+    norms_after=NORMS_AFTER,
     norms=NormsSpec(mlp=("pre_feedforward_layernorm",), offset=1.0),
 )
 GEMMA3 = replace(
@@ -39,7 +39,7 @@ GEMMA4 = replace(
         shared=GEMMA2.mlp,
         count="num_experts",
         active="top_k_experts",
-        norms_behind=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+        norms_after=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
     ),
     norms=None,
     handed="hidden_size_per_layer_input",

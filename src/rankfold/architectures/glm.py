@@ -11,14 +11,14 @@ from .spec import MLPSpec
 GLM = replace(
     LLAMA,
     model_type="glm",
-    attention=replace(LLAMA.attention, pairs="adjacent"),
+    attention=replace(LLAMA.attention, rope_style="gptj"),
     mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj", activation="mlp.activation_fn"),
 )
 
-BEHIND = ("post_self_attn_layernorm", "post_mlp_layernorm")
+NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
 ARCHITECTURES = (
     GLM,
-    replace(GLM, model_type="glm4", adds=False, norms_behind=BEHIND),
+    replace(GLM, model_type="glm4", is_plain_residual=False, norms_after=NORMS_AFTER),
     replace(QWEN3, model_type="glm4_moe", experts=EXPERTS),  # its q/k-norms are there where config.use_qk_norm says so
 )

@@ -19,6 +19,6 @@ ARCHITECTURES = (
         ),
         mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj", width="n_inner", activation="mlp.act"),
         middle="ln_2",
-        norms=NormsSpec(("ln_1",), ("ln_2",), centres=True),
+        norms=NormsSpec(("ln_1",), ("ln_2",), is_layernorm=True),
     ),
 )

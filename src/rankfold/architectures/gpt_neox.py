@@ -11,6 +11,6 @@ ARCHITECTURES = (
         ),
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", activation="mlp.act"),
         middle=ByConfig("use_parallel_residual", yes=None, no="post_attention_layernorm"),
-        norms=NormsSpec(centres=True),
+        norms=NormsSpec(is_layernorm=True),
     ),
 )

@@ -15,7 +15,7 @@ ARCHITECTURES = (
             qkv=("q_proj", "k_proj", "v_proj"),
             output="out_proj",
             kv_heads=None,
-            pairs="adjacent",
+            rope_style="gptj",
             rotary_base=10000.0,
             width=None,
             scaling=None,
@@ -24,7 +24,7 @@ ARCHITECTURES = (
         ),
         mlp=MLPSpec(up="mlp.fc_in", down="mlp.fc_out", width="n_inner", activation="mlp.act"),
         middle=None,
-        norms=NormsSpec(("ln_1",), ("ln_1",), centres=True),
+        norms=NormsSpec(("ln_1",), ("ln_1",), is_layernorm=True),
         returns_tuple=BEFORE_5_24,
     ),
 )

@@ -13,8 +13,8 @@ LLAMA = Architecture(
 )
 STATE = "it has a state in place of keys and values"
 MAMBA = mixer("mamba", STATE)
-ADJACENT = replace(LLAMA.attention, pairs="adjacent")
-GRANITE = replace(LLAMA, model_type="granite", adds=False)  # a factor stands behind each half of its block
+ADJACENT = replace(LLAMA.attention, rope_style="gptj")
+GRANITE = replace(LLAMA, model_type="granite", is_plain_residual=False)  # a factor stands behind each half of its block
 GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
 GRANITE_SHARED = MLPSpec(
     up="shared_mlp.input_linear",
@@ -30,7 +30,7 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="ministral3", attention=replace(LLAMA.attention, growth=LLAMA_4_GROWTH)),
     replace(LLAMA, model_type="mixtral", mlp=None, experts=ExpertsSpec(width="intermediate_size")),
     replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
-    replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, rotates="use_rope")),
+    replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, applies_rope="use_rope")),
     replace(LLAMA, model_type="ernie4_5", attention=ADJACENT),
     replace(LLAMA, model_type="helium", attention=replace(ADJACENT, width=None)),  # its output projection is square
     GRANITE,
@@ -51,7 +51,7 @@ ARCHITECTURES = (
         model_type="stablelm",
         attention=replace(LLAMA.attention, width=None),
         middle=ByConfig("use_parallel_residual", yes=None, no="post_attention_layernorm"),
-        norms=NormsSpec(mlp=("post_attention_layernorm", "input_layernorm"), centres=True),
+        norms=NormsSpec(mlp=("post_attention_layernorm", "input_layernorm"), is_layernorm=True),
         unless=(("qk_layernorm", "its q/k-norms have weights of their own for every head"),),
     ),
 )

@@ -28,7 +28,7 @@ ARCHITECTURES = (
         experts=ExpertsSpec(path="feed_forward.experts", width=None, count="num_experts"),
         returns_tuple=False,
     ),
-    replace(BAMBA, model_type="falcon_h1", attention=BESIDE, mixers=(BESIDE,), adds=False),
+    replace(BAMBA, model_type="falcon_h1", attention=BESIDE, mixers=(BESIDE,), is_plain_residual=False),
     replace(
         LLAMA,
         model_type="nemotron_h",

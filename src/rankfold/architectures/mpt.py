@@ -20,7 +20,7 @@ ARCHITECTURES = (
         ),
         mlp=MLPSpec(up="ffn.up_proj", down="ffn.down_proj", width=None, activation="ffn.act"),
         middle="norm_2",
-        norms=NormsSpec(("norm_1",), ("norm_2",), centres=True),
+        norms=NormsSpec(("norm_1",), ("norm_2",), is_layernorm=True),
         returns_tuple=True,
         unless=(("attn_config.clip_qkv", CLIPPED),),
     ),

@@ -53,7 +53,7 @@ class Part:
         if self.takes_images:
             return math.prod(size // patch for size, patch in zip(*self._sizes, strict=True))
         found = context_of(self.config)
-        if found and self.architecture.positions_behind_padding:
+        if found and self.architecture.positions_after_padding:
             return found - self.config.pad_token_id - 1
         return found
 

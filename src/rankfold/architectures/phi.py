@@ -14,7 +14,7 @@ PHI = Architecture(
     ),
     mlp=MLPSpec(up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn"),
     middle=None,
-    norms=NormsSpec(mlp=("input_layernorm",), centres=True),
+    norms=NormsSpec(mlp=("input_layernorm",), is_layernorm=True),
 )
 
 PHI3 = Architecture(

@@ -11,9 +11,9 @@ def _projector(blocks: str, up: str, down: str, *, packed: bool = False) -> Arch
         attention=no_attention(down, packed=packed),
         mlp=MLPSpec(up=up, down=down, width=None),
         middle=None,
-        adds=False,
+        is_plain_residual=False,
         decoder=False,
-        projects=True,
+        is_projector=True,
     )
 
 

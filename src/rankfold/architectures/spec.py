@@ -46,15 +46,15 @@ class AttentionSpec:
     # passed in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely
     # (SVD).
     position: Position | ByConfig[Position] = "rope"
-    # Which dimensions rotary embedding turns together: p and p + half, or 2 p and 2 p + 1 ("adjacent").
-    pairs: Literal["halves", "adjacent"] = "halves"
+    # Which dimensions rotary embedding turns together: p and p + half (GPT-NeoX), or 2 p and 2 p + 1 (GPT-J).
+    rope_style: Literal["neox", "gptj"] = "neox"
     # Whether the model's cos/sin table says every angle twice in a row instead of repeating itself.
     interleaved_table: bool = False
     # Base of the angles, where the module makes them itself out of position numbers; None: it is handed tables of them.
     rotary_base: float | None = None
     # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that
     # does not may be rotated freely.
-    rotates: str | ByConfig[str | None] | None = None
+    applies_rope: str | ByConfig[str | None] | None = None
     # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has
     # to be predicted from those that are left.
     qk_norm: tuple[str, str] | None = None
@@ -77,7 +77,7 @@ class AttentionSpec:
     # sink): then a shift of all scores of a query counts too. None: there is none.
     sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
-    beyond: str | None = None
+    unsupported_reason: str | None = None
     # The numbers it caches per token; fields of the config that add up to them; or the layer that makes the keys, which
     # blocks lack that read those of others; None: keys and values of all heads.
     cached: int | tuple[str, ...] | str | None = None
@@ -107,14 +107,18 @@ def part_at(block: "nn.Module", path: str) -> Any:
     return reduce(lambda part, name: getattr(part, name, None), path.split("."), block)
 
 
-def left_dense(attention: AttentionSpec, beyond: str) -> AttentionSpec:
+def left_dense(attention: AttentionSpec, reason: str) -> AttentionSpec:
     """Return the spec of an attention of which no more is said than where it is, so that it stays as it is."""
-    return AttentionSpec(attention.path, attention.output, (), kv_heads=attention.kv_heads, beyond=beyond, width=None)
+    return AttentionSpec(
+        attention.path, attention.output, (), kv_heads=attention.kv_heads, unsupported_reason=reason, width=None
+    )
 
 
-def mixer(path: str, beyond: str) -> AttentionSpec:
+def mixer(path: str, reason: str) -> AttentionSpec:
     """Return the spec of what a block has in place of attention: it stays as it is and caches nothing per token."""
-    return AttentionSpec(path, "out_proj", (), kv_heads=None, position="none", beyond=beyond, cached=(), width=None)
+    return AttentionSpec(
+        path, "out_proj", (), kv_heads=None, position="none", unsupported_reason=reason, cached=(), width=None
+    )
 
 
 def no_attention(output: str, *, packed: bool = False) -> AttentionSpec:
@@ -126,7 +130,7 @@ def no_attention(output: str, *, packed: bool = False) -> AttentionSpec:
         outside=True,
         kv_heads=None,
         position="none",
-        beyond="it has no attention",
+        unsupported_reason="it has no attention",
         cached=(),
         width=None,
         scaling=1.0,
@@ -175,7 +179,7 @@ class ExpertsSpec:
     router: str | None = None  # where it stands beside the experts in the block; None: one module holds both
     # The RMS norms that the outputs of the MLP beside them and of all experts together go through before they are added
     # to each other; None: no such norms.
-    norms_behind: tuple[str, str] | None = None
+    norms_after: tuple[str, str] | None = None
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -189,7 +193,7 @@ class NormsSpec:
 
     attention: tuple[str, ...] = ("input_layernorm",)  # the first of these names that the block has
     mlp: tuple[str, ...] = ("post_attention_layernorm",)
-    centres: bool = False  # whether they subtract the mean, as a LayerNorm does
+    is_layernorm: bool = False  # whether they subtract the mean; else RMSNorms
     offset: float = 0.0  # what they add to their weight to get the scale
 
 
@@ -203,8 +207,8 @@ class Architecture:
     # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
     mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
-    # What some blocks have in place of attention, `beyond` it: linear attention, a convolution, nothing; or the
-    # attention itself where something of that kind stands beside it. Its output projection tells it from others.
+    # What some blocks have in place of attention: linear attention, a convolution, nothing; or the attention itself
+    # where something of that kind stands beside it. Its output projection tells it from others.
     mixers: tuple[AttentionSpec, ...] = ()
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input, and in a block of one of them. The per-module influence score (MoDeGPT Eq. 42) needs that
@@ -212,25 +216,25 @@ class Architecture:
     middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
     # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind
     # them. Only then can an output projection be fitted to what is missing from the stream.
-    adds: bool | ByConfig[bool] = True
+    is_plain_residual: bool | ByConfig[bool] = True
     # The RMS norms that the outputs of attention and of the MLP go through before they are added; None: no such norms.
-    norms_behind: tuple[str, str] | None = None
+    norms_after: tuple[str, str] | None = None
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
     # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states
     # behind the last block are looked at in place of predictions.
     decoder: bool = True
     # Whether this is one block that makes another stream of what it receives, instead of adding to it.
-    projects: bool = False
+    is_projector: bool = False
     # Whether the model is lost in a window that does not begin with its start token.
     needs_start: bool = False
     # Field of the config for the numbers of each token that every block is handed beside the stream. These, and keys
     # and values that later blocks read, are in memory for all calibration tokens.
     handed: str | None = None
     # Whether images are added to the stream behind some blocks, which their numbers name, too.
-    images_behind_blocks: bool = False
+    images_after_blocks: bool = False
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be
     # used.
-    positions_behind_padding: bool = False
+    positions_after_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, weights of attention) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
     # Of every block the numbers that it caches per token, as a proof has found them; None: as its attention says.
@@ -244,4 +248,4 @@ class Architecture:
 
     def path_of(self, index: int) -> str:
         """Path of a block."""
-        return self.blocks if self.projects else f"{self.blocks}.{index}"
+        return self.blocks if self.is_projector else f"{self.blocks}.{index}"

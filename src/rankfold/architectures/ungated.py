@@ -9,7 +9,7 @@ ARCEE = replace(LLAMA, model_type="arcee", mlp=MLPSpec(up="mlp.up_proj", down="m
 
 ARCHITECTURES = (
     ARCEE,
-    replace(ARCEE, model_type="nemotron", norms=NormsSpec(centres=True, offset=1.0)),
+    replace(ARCEE, model_type="nemotron", norms=NormsSpec(is_layernorm=True, offset=1.0)),
     replace(
         ARCEE,
         model_type="apertus",
@@ -22,6 +22,6 @@ ARCHITECTURES = (
         model_type="starcoder2",
         attention=replace(LLAMA.attention, output_dropout="residual_dropout"),
         mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj", activation="mlp.act"),
-        norms=NormsSpec(centres=True),
+        norms=NormsSpec(is_layernorm=True),
     ),
 )

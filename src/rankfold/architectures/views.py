@@ -169,31 +169,31 @@ class BlockView:
             for names in (spec.attention, spec.mlp)
         )
         return (
-            read_norm(attention, offset=spec.offset, centres=spec.centres),
-            read_norm(mlp, offset=spec.offset, centres=spec.centres),
+            read_norm(attention, offset=spec.offset, is_layernorm=spec.is_layernorm),
+            read_norm(mlp, offset=spec.offset, is_layernorm=spec.is_layernorm),
         )
 
-    def norm_behind(self, layer: nn.Module) -> Norm | None:
+    def norm_after(self, layer: nn.Module) -> Norm | None:
         """What the output of one of its output projections goes through before it is added; ``None``: nothing, or the
         projection has a bias, which would be divided too, and could not take a mean then."""
-        names, layers = self.architecture.norms_behind, self.layers
-        if names and self.experts and self.experts.spec.norms_behind:
-            names = (names[0], self.experts.spec.norms_behind[0])
+        names, layers = self.architecture.norms_after, self.layers
+        if names and self.experts and self.experts.spec.norms_after:
+            names = (names[0], self.experts.spec.norms_after[0])
         for name, place in zip(names or (), ("o", "down"), strict=False):
             if layers.get(place) is layer and getattr(layer, "bias", None) is None:
-                return read_norm(self.module.get_submodule(name), offset=0.0, centres=False)
+                return read_norm(self.module.get_submodule(name), offset=0.0, is_layernorm=False)
         return None
 
     @property
-    def norm_behind_experts(self) -> Norm | None:
+    def norm_after_experts(self) -> Norm | None:
         """What the sum of the outputs of experts goes through before it is added; ``None``: nothing."""
-        names = self.experts.spec.norms_behind
-        return read_norm(self.module.get_submodule(names[1]), offset=0.0, centres=False) if names else None
+        names = self.experts.spec.norms_after
+        return read_norm(self.module.get_submodule(names[1]), offset=0.0, is_layernorm=False) if names else None
 
     @property
-    def adds(self) -> bool:
+    def is_plain_residual(self) -> bool:
         """Whether attention and MLP add their outputs to the residual stream as they are."""
-        return self._trait(self.architecture.adds)
+        return self._trait(self.architecture.is_plain_residual)
 
     def _trait(self, trait: T | ByConfig[T]) -> T:
         return cast(T, trait.of(self.config) if isinstance(trait, ByConfig) else trait)

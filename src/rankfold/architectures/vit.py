@@ -21,7 +21,7 @@ ARCHITECTURES = (
         model_type="dinov2",
         blocks="encoder.layer",
         middle="norm2",
-        adds=False,  # a learned factor stands behind each half
+        is_plain_residual=False,  # a learned factor stands behind each half
         unless=(("use_swiglu_ffn", "its gated MLP has other names than the plain one"),),
     ),
 )

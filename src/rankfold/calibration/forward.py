@@ -25,7 +25,7 @@ def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
     options |= {} if getattr(source.network.config, "return_dict", True) else {"return_dict": True}
     given = {part.input_name: batch} if isinstance(batch, Tensor) else batch
     given = {name: tensor.to(source.device) for name, tensor in given.items()}
-    if part.architecture.projects and not part.packed:  # Qwen-VL's tower has its projector inside
+    if part.architecture.is_projector and not part.packed:  # Qwen-VL's tower has its projector inside
         return _project(source.network, **given)
     return source.network(**given, **options)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView, Norm, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
-from .observers import rms_behind
+from .observers import rms_after
 
 
 class BackwardObserver(Protocol):
@@ -44,7 +44,7 @@ class OutputGradient:
 
     def add(self, x: Tensor, g: Tensor) -> None:
         if self.norm is not None:
-            g = g.float() * rms_behind(self.layer, x, self.norm)
+            g = g.float() * rms_after(self.layer, x, self.norm)
         self.sums.add(g)
 
     def finish(self) -> Moment:
@@ -109,7 +109,7 @@ KINDS = {
     "fisher": Fisher,
 }
 # What a backward pass can measure in a block: name -> layer and observer. Methods name the ones they need; with
-# "norms_behind" among the names, errors at an output count relative to it where a norm follows.
+# "norms_after" among the names, errors at an output count relative to it where a norm follows.
 GRADIENTS: dict[str, tuple[str, type]] = {
     f"{layer}_{kind}": (layer, observer) for layer in LAYERS for kind, observer in KINDS.items()
 }
@@ -121,8 +121,8 @@ def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, Backw
     def observer(view: BlockView, name: str) -> BackwardObserver:
         place, kind = GRADIENTS[name]
         layer = view.layers[place]
-        if kind is OutputGradient and "norms_behind" in names:
-            return OutputGradient(layer, view.norm_behind(layer))
+        if kind is OutputGradient and "norms_after" in names:
+            return OutputGradient(layer, view.norm_after(layer))
         return kind(layer)
 
     return lambda view: {name: observer(view, name) for name in GRADIENTS if name in names}

@@ -73,7 +73,7 @@ class InputObserver(Observer):
     @time_spent("moments")
     def _add(self, x: Tensor) -> None:
         if self.norm is not None:
-            x = x.float() / rms_behind(self.module, x, self.norm)
+            x = x.float() / rms_after(self.module, x, self.norm)
         self.sums.add(x)
         if self.windows is not None:
             self._entered = x.detach()
@@ -94,7 +94,7 @@ class InputObserver(Observer):
         return moment
 
 
-def rms_behind(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
+def rms_after(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     """``(..., 1)`` what a norm behind a layer divides by, for every row of ``x`` ``(..., N)``."""
     return rms(nn.functional.linear(x.detach(), read_linear(layer).weight.to(x.dtype)), norm)
 

@@ -76,7 +76,7 @@ class StreamObserver(Observer):
 
     def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
         self.place, self.middle = place, Middle(view)
-        self.centres = present(view.architecture.norms).centres
+        self.centred = present(view.architecture.norms).is_layernorm
         self.sums = VectorMoment()
 
     def hooks(self):
@@ -85,7 +85,7 @@ class StreamObserver(Observer):
     def after(self, batch) -> None:
         x = {"input": batch.hidden, "output": batch.output}.get(self.place)
         x = (self.middle.take(batch.hidden) if x is None else x).float()
-        if self.centres:
+        if self.centred:
             x = x - x.mean(-1, keepdim=True)
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 

@@ -169,7 +169,7 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
     recorders = [_Recorder(b, source.architecture.returns_tuple, stop and i == last) for i, b in enumerate(blocks)]
     owner = source.model.get_submodule(path)
     there = getattr(owner, name)
-    setattr(owner, name, recorders[0] if source.architecture.projects else nn.ModuleList(recorders))
+    setattr(owner, name, recorders[0] if source.architecture.is_projector else nn.ModuleList(recorders))
     try:
         with evaluating(source.model):
             yield recorders
@@ -308,7 +308,7 @@ def outputs(source, ids: Batch, stream: Stream, hidden: Tensor | None = None, *,
     """
     some = {} if keep is None else {"logits_to_keep": keep}
     hidden = present(stream.hidden[0] if hidden is None else hidden)
-    if source.architecture.projects:
+    if source.architecture.is_projector:
         return hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)

@@ -25,14 +25,14 @@ class Scene:
     first: int  # of these that its observers see
     absolute: bool
     windows: bool
-    norms_behind: bool
+    norms_after: bool
     projections: Projections
 
     def layer(self, path: str) -> nn.Module:
         return self.view.module.get_submodule(path)
 
     def input_of(self, module: nn.Module) -> Observer:
-        norm = self.view.norm_behind(module) if self.norms_behind else None
+        norm = self.view.norm_after(module) if self.norms_after else None
         return InputObserver(module, absolute=self.absolute, windows=self.windows, norm=norm)
 
     def dense_input(self, name: str) -> Observer:
@@ -53,7 +53,7 @@ class Scene:
         return HeadObserver(self.projections, look)
 
     def routing(self) -> Observer:
-        return RouterWeights(self.view.experts, self.view.norm_behind_experts if self.norms_behind else None)
+        return RouterWeights(self.view.experts, self.view.norm_after_experts if self.norms_after else None)
 
     def samples(self) -> Observer:
         mlp = self.view.mlp
@@ -83,7 +83,7 @@ class Statistic(NamedTuple):
         if self.part == "attention":
             return view.attention.spec.is_there
         if self.part == "stream":
-            return not view.architecture.projects
+            return not view.architecture.is_projector
         if self.part == "norms":
             return bool(view.attention.head_norms)
         return self.part is None or getattr(view, self.part) is not None
@@ -144,7 +144,7 @@ STATISTICS: dict[str, Statistic] = {
     "windows": Statistic(None),
     # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them;
     # and likewise what outputs of experts are multiplied with.
-    "norms_behind": Statistic(None, sequential=True),
+    "norms_after": Statistic(None, sequential=True),
     # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the
     # other.
     "input_energy": Statistic(
@@ -177,7 +177,7 @@ def observers_for(view: BlockView, statistics: set[str], tokens: int, first: int
         tokens: that will go through the block, in all processes together.
         first: number of the first of them that these observers see.
     """
-    absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
+    absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_after"))
     scene = Scene(view, tokens, first, absolute, windows, norms, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}
     return {name: row.observer(scene) for name, row in rows.items() if row.observer}

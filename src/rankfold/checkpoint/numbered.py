@@ -88,7 +88,7 @@ def cut_model(config, blocks: int, kept: tuple[int, ...]) -> None:
 
 def named_blocks(source) -> frozenset[int]:
     """Blocks after which a model takes or adds images: of Qwen3-VL's tower by number, of its language model in turn."""
-    if source.architecture.images_behind_blocks:
+    if source.architecture.images_after_blocks:
         tower = getattr(source.model.config, "vision_config", None)
         return frozenset(range(len(getattr(tower, "deepstack_visual_indexes", None) or ())))
     return frozenset(getattr(source.config, "deepstack_visual_indexes", None) or ())

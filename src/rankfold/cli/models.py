@@ -81,7 +81,7 @@ def _row(architecture: "Architecture") -> dict[str, str]:
         "model_type": architecture.model_type,
         "mlp": _mlp(architecture),
         "qk": _form(architecture.attention),
-        "vo": "dense" if architecture.attention.beyond else "svd",
+        "vo": "dense" if architecture.attention.unsupported_reason else "svd",
     }
 
 
@@ -97,7 +97,7 @@ def _mlp(architecture: "Architecture") -> str:
 def _form(attention: "AttentionSpec") -> str:
     from ..architectures.spec import ByConfig
 
-    if attention.beyond:
+    if attention.unsupported_reason:
         return "dense"
     if attention.qk_norm and attention.norm_offset is None:
         return "dense with q/k-norm"
@@ -107,7 +107,7 @@ def _form(attention: "AttentionSpec") -> str:
         return "pairs, or svd where nothing rotates"
     if attention.position != "rope":
         return "svd"
-    return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"
+    return "pairs; svd in layers that do not rotate" if attention.applies_rope else "pairs"
 
 
 def code(spec: Any) -> str:

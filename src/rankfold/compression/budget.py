@@ -214,7 +214,7 @@ def check_countable(architecture: Architecture, advice: str) -> None:
 
 def token_modules(model: Any, architecture: Architecture, *, writes: bool = True) -> list[nn.Module]:
     """Return the modules that a token goes through: those around the blocks, and the head where it ``writes`` text."""
-    around = architecture.blocks if architecture.projects else architecture.blocks.rpartition(".")[0]
+    around = architecture.blocks if architecture.is_projector else architecture.blocks.rpartition(".")[0]
     parts = (model.get_submodule(around), model.get_output_embeddings() if writes else None)
     return [module for part in parts if part is not None for module in part.modules()]
 

@@ -23,8 +23,14 @@ from ..report.record import versions
 log = logging.getLogger(__name__)
 
 KEPT: dict[str, Any] = {  # what names do not show and a proof finds
-    "traits": {"returns_tuple": bool, "middle": Maybe(str), "adds": bool},
-    "attention": {"layout": str, "pairs": str, "interleaved_table": bool, "position": str, "rotates": Maybe(str)},
+    "traits": {"returns_tuple": bool, "middle": Maybe(str), "is_plain_residual": bool},
+    "attention": {
+        "layout": str,
+        "rope_style": str,
+        "interleaved_table": bool,
+        "position": str,
+        "applies_rope": Maybe(str),
+    },
     "left_dense": Maybe(str),
     "cached": Maybe([int]),
     "differences": {"logits": NUMBER, "replaced": Maybe(NUMBER)},
@@ -63,7 +69,7 @@ def keep_proof(source: DenseModel, spec: Architecture, logits: float, attention:
     kept = {
         "traits": {name: getattr(spec, name) for name in KEPT["traits"]},
         "attention": {name: getattr(spec.attention, name) for name in KEPT["attention"]},
-        "left_dense": spec.attention.beyond,
+        "left_dense": spec.attention.unsupported_reason,
         "cached": spec.cached,
         "differences": {"logits": logits, "replaced": attention},
     }

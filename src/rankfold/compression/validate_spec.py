@@ -68,8 +68,10 @@ def validated(source: DenseModel) -> DenseModel:
             logits,
             "" if attention is None else f", attention replaced at full rank by {attention:.1e}",
         )
-        if spec.attention.beyond:
-            log.warning("attention of model type %r stays dense: %s", spec.model_type, spec.attention.beyond)
+        if spec.attention.unsupported_reason:
+            log.warning(
+                "attention of model type %r stays dense: %s", spec.model_type, spec.attention.unsupported_reason
+            )
         if left := _left_dense(source):
             log.warning("model type %r: %s", spec.model_type, left)
     return source
@@ -121,21 +123,21 @@ def _prove(source: DenseModel, ids: Tensor) -> Proof:
     returns = _look(source.block(0), _started(source, ids)).returns_tuple
     source.architecture = replace(source.architecture, returns_tuple=returns)
     stream = start(source, ids, autocast=None)
-    spec, differences, units, turns = source.architecture, [], [], {}
+    spec, differences, units, rotated = source.architecture, [], [], {}
     for index in range(len(source)):
         view = source.block(index)
         _check_mlp(view, source)
         if index == 0:
             spec = _halves(view, stream, source)
-        if not view.attention.spec.beyond and not spec.attention.beyond:
-            spec, error, turns[index] = _rotation(spec, view, stream, source, first=not turns)
+        if not view.attention.spec.unsupported_reason and not spec.attention.unsupported_reason:
+            spec, error, rotated[index] = _rotation(spec, view, stream, source, first=not rotated)
             differences.append(error)
         view = replace(view, architecture=spec)
         units += [_units(view, result, stream, source) for result in _half_of_units(view)]
         advance(view, stream)
-    if differences and not spec.attention.beyond:
-        spec = _rotates(spec, turns, source)
-    cache = cache_for(source.model) if spec.attention.beyond else {}
+    if differences and not spec.attention.unsupported_reason:
+        spec = _with_rope_switch(spec, rotated, source)
+    cache = cache_for(source.model) if spec.attention.unsupported_reason else {}
     got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids, cache)
     for layers in cache.values():
         found = [sum(x[0].numel() // x.shape[-2] for x in states_of_tokens(layer)) for layer in layers.layers]
@@ -144,7 +146,7 @@ def _prove(source: DenseModel, ids: Tensor) -> Proof:
     proof = Proof(
         spec,
         _difference(got, expected),
-        None if spec.attention.beyond else max(differences),
+        None if spec.attention.unsupported_reason else max(differences),
         max(units, default=None),
     )
     if proof.logits > _close(source):
@@ -228,10 +230,10 @@ def _halves(view: BlockView, stream: Stream, source: DenseModel) -> Architecture
             continue
         step, rest = x - look.before, look.after - x
         if all(any(_parallel(part, y, close) for y in look.outputs.values()) for part in (step, rest)):
-            adds = _difference(step, sent) < close and all(_difference(rest, y) < close for y in mlp)
-            return replace(spec, middle=name, adds=adds)
+            plain = _difference(step, sent) < close and all(_difference(rest, y) < close for y in mlp)
+            return replace(spec, middle=name, is_plain_residual=plain)
     if any(_difference(whole - sent, y) < close for y in [*mlp, *look.outputs.values()]):
-        return replace(spec, middle=None, adds=True)  # both halves read the same stream
+        return replace(spec, middle=None, is_plain_residual=True)  # both halves read the same stream
     _refuse(source, "no module of a block receives the stream between attention and MLP")
 
 
@@ -254,9 +256,9 @@ def _parallel(a: Tensor, b, close: float) -> bool:
 def _forms(attention: AttentionSpec) -> list[dict]:
     """List ways to read the projections that names do not tell apart."""
     return [
-        {"layout": layout, "pairs": pairs, "interleaved_table": table}
+        {"layout": layout, "rope_style": style, "interleaved_table": table}
         for layout in (("split",) if len(attention.qkv) == 3 else ("concat", "grouped"))
-        for pairs, table in (("halves", False), ("adjacent", False), ("adjacent", True))
+        for style, table in (("neox", False), ("gptj", False), ("gptj", True))
     ]
 
 
@@ -273,8 +275,8 @@ def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Dense
             best = min(best, error)
             if error < _close(source):
                 return replace(spec, attention=replace(given, **form)), error, position != "none"
-    beyond = f"block {view.index} computes something else with its attention replaced, by {best:.1e}"
-    return replace(spec, attention=left_dense(given, beyond)), best, True
+    reason = f"block {view.index} computes something else with its attention replaced, by {best:.1e}"
+    return replace(spec, attention=left_dense(given, reason)), best, True
 
 
 def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseModel) -> float:
@@ -345,15 +347,15 @@ def _sent(view: BlockView, result: BlockResult, stream: Stream, source: DenseMod
         return there.hidden[0] - stream.hidden[0]
 
 
-def _rotates(spec: Architecture, turns: dict[int, bool], source: DenseModel) -> Architecture:
+def _with_rope_switch(spec: Architecture, rotated: dict[int, bool], source: DenseModel) -> Architecture:
     """Return the spec with the attribute that says which layers rotate, where not all do or none."""
-    if len(set(turns.values())) == 1:
-        position = spec.attention.position if all(turns.values()) else "none"
+    if len(set(rotated.values())) == 1:
+        position = spec.attention.position if all(rotated.values()) else "none"
         return replace(spec, attention=replace(spec.attention, position=position))
-    modules = {index: source.meta_block(index).attention.module for index in turns}
+    modules = {index: source.meta_block(index).attention.module for index in rotated}
     for name in SWITCHES:
-        if all(bool(getattr(modules[index], name, None)) == turning for index, turning in turns.items()):
-            return replace(spec, attention=replace(spec.attention, rotates=name))
+        if all(bool(getattr(modules[index], name, None)) == rotates for index, rotates in rotated.items()):
+            return replace(spec, attention=replace(spec.attention, applies_rope=name))
     _refuse(source, "some layers rotate and some do not, and no attribute of theirs says which")
 
 

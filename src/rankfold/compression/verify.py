@@ -64,11 +64,11 @@ class Probe:
     def compare(self, written: DenseModel) -> float:
         """:meth:`check` of what has been read back already."""
         stream = start(written, self.ids, autocast=None, most=LENGTH)  # of a compressed block no widths are known
-        embedded, difference = stream.hidden[0], self._behind(written, stream.copy())
+        embedded, difference = stream.hidden[0], self._after(written, stream.copy())
         differences = [difference]
         if difference > self.tolerance:  # roundings of embeddings grow in a model that is damaged: tell them apart
             stream.hidden[0] = self.embedded
-            differences = [_relative(embedded, self.embedded), self._behind(written, stream)]
+            differences = [_relative(embedded, self.embedded), self._after(written, stream)]
         if not all(found <= self.tolerance for found in differences):
             raise CheckpointError(
                 f"the checkpoint written computes other logits than the model in memory (they differ by "
@@ -76,7 +76,7 @@ class Probe:
             )
         return difference
 
-    def _behind(self, written: DenseModel, stream: Stream) -> float:
+    def _after(self, written: DenseModel, stream: Stream) -> float:
         """Return how far logits are from those in memory, for a stream before the first block of what is written."""
         for index in range(len(written)):
             advance(written.block(index), stream)

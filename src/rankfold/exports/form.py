@@ -79,7 +79,7 @@ def stock_form(source: DenseModel) -> StockModel:
     config = plain(source.model.config)
     text, full = config.get_text_config(), dense.view(empty, 0).attention
     pairs = _few_pairs(full, sizes)
-    if full.spec.width and not full.spec.beyond:
+    if full.spec.width and not full.spec.unsupported_reason:
         _set_heads(text, full, sizes, pairs)
     for field in frozenset().union(*(size.units for size in sizes)):
         setattr(text, field, max(1, *(size.units.get(field, 0) for size in sizes)))
@@ -116,7 +116,7 @@ def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
     biases = {"mlp_bias": _biased(*rising.values(), *([down] if down else []))}
     shape = (attention.heads, attention.kv_heads, attention.head_dim)  # of one that stays as it is
     pairs, values = frozenset(), 0
-    if not attention.spec.beyond:
+    if not attention.spec.unsupported_reason:
         heads = read_heads(view, attention.rotary_dim)
         shape = (heads.heads, heads.kv_heads, heads.width)
         pairs, values = heads.pairs(attention.rotary_dim), heads.values

@@ -32,7 +32,7 @@ def padded_state(
         UnsupportedModelError: it has something that the stock block has no place for.
     """
     attention = stock.attention
-    layers = {} if attention.spec.beyond else _padded_attention(view, attention, moved)
+    layers = {} if attention.spec.unsupported_reason else _padded_attention(view, attention, moved)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
     state = _padded_experts(view.experts, stock.experts) if stock.experts else {}

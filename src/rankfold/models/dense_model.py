@@ -109,7 +109,7 @@ class DenseModel:
     @property
     def blocks(self) -> nn.ModuleList:
         found: Any = self.model.get_submodule(self.architecture.blocks)
-        return nn.ModuleList([found]) if self.architecture.projects else found
+        return nn.ModuleList([found]) if self.architecture.is_projector else found
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -78,8 +78,8 @@ class TwoOfFour(Method):
             if module not in (*there, *elsewhere) or half_of_all:
                 rest = dict.fromkeys(there, SPARSITY)
                 reason = "; the stacked weights of experts are not taken" if in_experts else ""
-                if module == "qkv" and view.attention.spec.beyond:
-                    reason = f" ({view.attention.spec.beyond})"
+                if module == "qkv" and view.attention.spec.unsupported_reason:
+                    reason = f" ({view.attention.spec.unsupported_reason})"
                 lacks = "experts" if module in there else f"no linear layers that are module {module!r}"
                 raise UnsupportedModelError(
                     f"block {view.index} of {architecture.model_type} has {lacks}{reason}; use "

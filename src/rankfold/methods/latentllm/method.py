@@ -147,7 +147,7 @@ class LatentLLM(NarrowingMethod):
         there = slots(self, view)
         present = [m for m in self.all_modules if m in there]
         elsewhere = EXPERTS if architecture.experts and self.takes_experts else ()  # blocks may differ in kind
-        if architecture.mixers and not architecture.attention.beyond:
+        if architecture.mixers and not architecture.attention.unsupported_reason:
             elsewhere += (QKV, "o") if self.shared_qkv else ("q", "k", "v", "o")
         elsewhere += tuple(architecture.mlp.paths) if architecture.mlp else ()
         for module in self.modules or ():
@@ -240,7 +240,7 @@ class LatentLLM(NarrowingMethod):
         return "".join(m for m in free if m in ranks and ranks[m] < min(width, there[m].full))
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        if view.attention.spec.beyond:
+        if view.attention.spec.unsupported_reason:
             return view.attention.cached
         cached = self.cached_latents(view, ranks)
         width = view.attention.kv_heads * view.attention.head_dim

@@ -110,8 +110,8 @@ class MoDeGPT(MeasurableMethod):
             reasons["mlp"] = f"it does not have {what}"
         if experts is None:
             reasons["experts"] = "it has none"
-        if architecture.attention.beyond:
-            reasons |= dict.fromkeys(("qk", "vo"), architecture.attention.beyond)
+        if architecture.attention.unsupported_reason:
+            reasons |= dict.fromkeys(("qk", "vo"), architecture.attention.unsupported_reason)
         elif view.attention.norms and not view.attention.head_norms:
             reasons["qk"] = "it normalises queries and keys by more than their mean square, which needs all dimensions"
         for module in self.modules or ():
@@ -125,7 +125,7 @@ class MoDeGPT(MeasurableMethod):
         if self.modules is None and view.attention.norms:  # it pays only where much goes, and no stock model can do it
             wanted = [module for module in wanted if module != "qk"]
         missing = {name for name in ("mlp", "experts") if getattr(view, name) is None}  # blocks may differ in kind
-        missing |= {"qk", "vo"} if view.attention.spec.beyond else set()
+        missing |= {"qk", "vo"} if view.attention.spec.unsupported_reason else set()
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons.keys() | missing)
 
     def statistics(self, view: BlockView) -> set[str]:

@@ -85,7 +85,7 @@ class Rankfold(MoDeGPT):
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         found = super().prunable_modules(view)
         # Nothing but a projector tells the language model of the image.
-        if not self.allow_module_removal or not isinstance(self.allocation, Measured) or view.architecture.projects:
+        if not self.allow_module_removal or not isinstance(self.allocation, Measured) or view.architecture.is_projector:
             return found
         there = {unit.module for unit in found}
         whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
@@ -178,7 +178,7 @@ class Rankfold(MoDeGPT):
         return found | self._norms(view) if found else found
 
     def _norms(self, view: BlockView) -> set[str]:
-        return {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
+        return {"norms_after"} if self.norm_aware and view.architecture.norms_after else set()
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         needed, sent = super()._statistics_of_modules(view), {"attention_output"}
@@ -192,7 +192,7 @@ class Rankfold(MoDeGPT):
 
     def follows(self, view: BlockView) -> bool:
         """Whether a residual correction can follow in this block."""
-        return self.residual_correction and view.adds
+        return self.residual_correction and view.is_plain_residual
 
     def attends(self, view: BlockView) -> bool:
         """Whether values are fitted to what attention makes of them."""

@@ -49,9 +49,9 @@ class Converted:
         return cls(attention, (first, second), readers, writers, *widths, pairs, norms)
 
     @property
-    def centres(self) -> bool:
+    def is_layernorm(self) -> bool:
         """Whether the block's norms subtract means."""
-        return self.norms[0].centres
+        return self.norms[0].is_layernorm
 
     def reader(self, name: str, basis: Tensor | None) -> Dense:
         """``(O, r)`` on a stream in the coordinates ``basis``, ``(D, r)`` orthonormal fp64; ``None``: the model's."""
@@ -63,7 +63,7 @@ class Converted:
         """``(r, F)`` into a stream in the coordinates ``basis``."""
         layer = self.writers[name]
         W, b = layer.weight.double(), None if layer.bias is None else layer.bias.double()
-        if self.centres:
+        if self.is_layernorm:
             W, b = centre_columns(W), None if b is None else centre_columns(b)
         if basis is not None:
             W, b = basis.T @ W, None if b is None else basis.T @ b
@@ -71,7 +71,7 @@ class Converted:
 
     def entry(self, basis: Tensor) -> Tensor:
         """``(r, D)``: from the model's own coordinates to ``basis``, means subtracted where the norms do."""
-        return centre_columns(basis).T if self.centres else basis.T
+        return centre_columns(basis).T if self.is_layernorm else basis.T
 
 
 def _predicted(attention: CompressedAttention) -> dict[str, Tensor] | None:

@@ -22,11 +22,11 @@ def check_architecture(method: Method, architecture: Architecture, view: BlockVi
     reason = None
     if view.experts or architecture.mlp is None:
         reason = "its MLP is a mixture of experts, whose stacked weights are not taken"
-    elif architecture.attention.beyond:
-        reason = architecture.attention.beyond
+    elif architecture.attention.unsupported_reason:
+        reason = architecture.attention.unsupported_reason
     elif architecture.norms is None or architecture.mlp.activation is None:
         reason = "its spec does not say how its norms work and what its activation is"
-    elif not view.adds:
+    elif not view.is_plain_residual:
         reason = "a norm or a factor follows its attention and MLP, or is in its stream, and rotations do not pass it"
     if reason:
         raise UnsupportedModelError(

@@ -50,8 +50,8 @@ class Slicing(NarrowingMethod):
         reasons = {}
         if view.mlp is None and view.experts:
             reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken"
-        if architecture.attention.beyond:
-            reasons["heads"] = architecture.attention.beyond
+        if architecture.attention.unsupported_reason:
+            reasons["heads"] = architecture.attention.unsupported_reason
         elif view.attention.spec.position == "alibi" or getattr(view.config, "alibi", False):
             reasons["heads"] = "ALiBi gives every head a bias by its number, and fewer heads would get those of others"
         elif view.attention.kv_heads == 1:
@@ -65,7 +65,7 @@ class Slicing(NarrowingMethod):
                     f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; it can take {rest}"
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
-        missing = {"heads"} if view.attention.spec.beyond else set()  # blocks may differ in kind
+        missing = {"heads"} if view.attention.spec.unsupported_reason else set()  # blocks may differ in kind
         missing |= {"mlp"} if view.mlp is None else set()
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons.keys() | missing)
 
