@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import gguf
 import pytest
 import torch
 
@@ -51,15 +52,34 @@ def in_llama_cpp(file, count: int):
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize(
-    "kind, shape",
-    [("gguf", {}), ("gguf-deci", {"exclude_blocks": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})],
-)
+SHAPES = [("gguf", {}), ("gguf-deci", {"exclude_blocks": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})]
+QWEN3 = {"family": "qwen3", "head_dim": 12}
+
+
+@pytest.mark.parametrize("kind, shape", SHAPES)
 @pytest.mark.parametrize("options, characters", [({}, False), (BIASED, False), ({}, True)])
 def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_path):
     save_tiny(tmp_path / "model", blocks=3, **options)
     if characters:
         save_tokenizer_over_characters(tmp_path / "model")
+    assert_same_tokens(kind, shape, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, options, arch",
+    [
+        *((kind, shape, {"family": "qwen2"}, "deci" if "deci" in kind else "qwen2") for kind, shape in SHAPES),
+        ("gguf-deci", {}, {"family": "qwen2"}, "qwen2"),  # all MLPs are equally wide
+        ("gguf", {}, QWEN3, "qwen3"),
+    ],
+)
+def test_llama_cpp_writes_the_same_tokens_in_other_families(kind, shape, options, arch, tmp_path):
+    save_tiny(tmp_path / "model", blocks=3, **options)
+    assert_same_tokens(kind, shape, tmp_path)
+    assert gguf.GGUFReader(tmp_path / "x.gguf").fields["general.architecture"].contents() == arch
+
+
+def assert_same_tokens(kind, shape, tmp_path):
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, **shape)
     rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")

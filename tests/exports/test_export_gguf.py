@@ -248,6 +248,56 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
         assert sorted(path.name for path in folder.iterdir()) == ["model", "small"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "q4_0"])
+@pytest.mark.parametrize("family, options", [("qwen2", {}), ("qwen2", {"head_dim": 12}), ("qwen3", {"head_dim": 12})])
+def test_a_qwen_is_written_as_its_own_architecture(family, options, dtype, tmp_path):
+    """Rows of queries and keys stay in their order there, biases and norms come along."""
+    save_tiny(tmp_path / "model", blocks=2, family=family, **options)
+    text = {"calibration": tokens()} if dtype == "q4_0" else {}
+    rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf", dtype=dtype, **text)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    again = rankfold.load(tmp_path / "x.gguf", dtype="float32", device="cpu")
+    assert settings(tmp_path / "x.gguf")["general.architecture"] == family == again.config.model_type
+    assert set(again.state_dict()) == set(dense.state_dict())
+    for name, tensor in dense.state_dict().items():
+        close = 0.2 if dtype == "q4_0" and tensor.dim() == 2 else 1e-6
+        assert (again.state_dict()[name] - tensor).norm() <= close * tensor.norm(), name
+    assert ((logits(again) - logits(dense)).norm() / logits(dense).norm()).item() < (0.7 if text else 1e-5)
+
+
+def test_what_qwen_has_no_form_for_in_llama_cpp_is_refused(tmp_path):
+    for number, (options, format, message) in enumerate(
+        [
+            (
+                {"family": "qwen2", "rope_parameters": LLAMA3},
+                "gguf",
+                "llama.cpp's qwen2 has no rotary frequencies .*; use format='gguf-deci', or format='stock'",
+            ),
+            (
+                {"family": "qwen3", "attention_bias": True},
+                "gguf",
+                "llama.cpp's qwen3 has no biases, and this model does; use format='stock'",
+            ),
+            ({"family": "qwen3"}, "gguf-deci", "takes a model type out of llama, mistral, qwen2, got qwen3"),
+            ({"family": "qwen2"}, "deci", "takes a model type out of llama, mistral, got qwen2"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_tiny(folder / "model", blocks=2, **options)
+        with pytest.raises(UnsupportedModelError, match=message):
+            rankfold.export(folder / "model", folder / "x.gguf" if "gguf" in format else folder / "x", format)
+        assert [path.name for path in folder.iterdir()] == ["model"]
+
+
+def test_a_qwen_whose_frequencies_are_stretched_is_written_as_deci(tmp_path):
+    save_tiny(tmp_path / "model", blocks=2, family="qwen2", rope_parameters=LLAMA3)
+    assert rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf-deci").difference < 1e-5
+    found = gguf.GGUFReader(tmp_path / "x.gguf")
+    assert settings(tmp_path / "x.gguf")["general.architecture"] == "deci"
+    assert {"rope_freqs.weight", "blk.1.attn_k.bias"} <= {tensor.name for tensor in found.tensors}
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
     small = rankfold.compress(
@@ -256,8 +306,10 @@ def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
         calibration=tokens(),
         output=tmp_path / "small",
     ).output
-    for kind in ("deci", "gguf", "gguf-deci"):
-        with pytest.raises(UnsupportedModelError, match=f"takes a model type out of llama, mistral, got {family}"):
+    for kind, more in (("deci", ""), ("gguf", ", qwen2, qwen3"), ("gguf-deci", ", qwen2")):
+        with pytest.raises(
+            UnsupportedModelError, match=f"takes a model type out of llama, mistral{more}, got {family}"
+        ):
             rankfold.export(small, tmp_path / "x", kind)
 
 

@@ -24,10 +24,14 @@ def assert_reloads(folder: Path, model, twice: Path) -> None:
     assert torch.equal(rankfold.load(twice, device="cpu")(some_ids()).logits, expected)
 
 
-def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:
-    """A random Llama of a few blocks and its tokenizer in ``folder``."""
+def save_tiny(folder: Path, blocks: int = 4, *, family: str = "llama", **options) -> Path:
+    """A random Llama of a few blocks, or a model of another family with such fields, and its tokenizer in ``folder``.
+
+    Biases, and norms of queries and keys, are random where a family has them.
+    """
     torch.manual_seed(0)
-    config = t.LlamaConfig(
+    config = t.AutoConfig.for_model(
+        family,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=blocks,
@@ -37,10 +41,12 @@ def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:
         max_position_embeddings=128,
         **options,
     )
-    model = t.LlamaForCausalLM(config)
-    for parameter in model.parameters():
+    model = t.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.15)
+        elif family != "llama" and name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([topics["integers"], topics["class"]], vocab_size=380, special_tokens=["<s>", "</s>"])

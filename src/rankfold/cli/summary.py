@@ -91,7 +91,7 @@ def engine_of(folder: Path, record: Record) -> str | None:
     """Return the target of a run where that engine runs the result, and reads something else than a stock model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from ..exports.llama_cpp import FAMILIES
+    from ..exports.llama_cpp import OF_DECI
     from ..exports.vllm import why_refused
     from ..models.whole import read_config
 
@@ -100,7 +100,7 @@ def engine_of(folder: Path, record: Record) -> str | None:
         return None
     config = read_config(folder)
     if target == "llama.cpp":
-        return target if config.model_type in FAMILIES else None
+        return target if config.model_type in OF_DECI else None
     writes = {*(config.architectures or ())} <= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     is_text_model = writes and config.get_text_config() is config  # no encoder, and nothing that sees
     modules = getattr(config, "quantization_config", {}).get("modules", {})  # none where all stay dense

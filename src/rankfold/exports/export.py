@@ -25,7 +25,7 @@ from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import StockModel, parameters, plain, stock_form
 from .gguf_blocks import FORMATS as BLOCK_FORMATS
-from .llama_cpp import check_family, context_of
+from .llama_cpp import ARCHS, LLAMA, OF_DECI, arch_of, check_family, context_of
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,31 @@ def _write_gguf(*arguments, **settings) -> float:
     return write_gguf(*arguments, **settings)
 
 
-def _of_llama(source: DenseModel) -> StockModel:
-    check_family(source)
-    return stock_form(source)
+def _deci_folder(source: DenseModel) -> StockModel:
+    check_family(source, tuple(family for family, arch in ARCHS.items() if arch is LLAMA))
+    return deci_form(source)
+
+
+def _gguf(source: DenseModel) -> StockModel:
+    check_family(source, tuple(ARCHS))
+    form = stock_form(source)
+    arch_of(form, deci=False)
+    return form
+
+
+def _gguf_deci(source: DenseModel) -> StockModel:
+    check_family(source, OF_DECI)
+    return deci_form(source)
 
 
 FORMATS = {
     "stock": Format(stock_form, write_folder, "the stock class of the family, all MLPs as wide as the widest"),
-    "deci": Format(deci_form, write_deci, "DeciLM (Nemotron-NAS) for vLLM: Llama, every MLP with its own width"),
+    "deci": Format(_deci_folder, write_deci, "DeciLM (Nemotron-NAS) for vLLM: Llama, every MLP with its own width"),
     "gguf": Format(
-        _of_llama, _write_gguf, "one file for llama.cpp and others, arch llama: the same widths", True, context_of
+        _gguf, _write_gguf, "one file for llama.cpp and others, arch of the family: the same widths", True, context_of
     ),
     "gguf-deci": Format(
-        deci_form, _write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
+        _gguf_deci, _write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
     ),
 }
 CARD = """---

@@ -25,7 +25,7 @@ from ..models.whole import read_gguf
 from .form import StockModel
 from .gguf_blocks import packed
 from .gguf_tokens import write_tokenizer
-from .llama_cpp import context_of
+from .llama_cpp import DECI, arch_of, context_of, frequency_factors
 from .padding import padded_state
 from .rounding import BlockRounding
 
@@ -35,7 +35,7 @@ KINDS = {
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
 FILE_TYPES = {"F32": "ALL_F32"} | {name: f"MOSTLY_{name}" for name in ("F16", "BF16", "Q8_0", "Q5_0", "Q4_0")}
-TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
+TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows `llama` and `deci` want pair by pair
 
 
 def write_gguf(
@@ -47,7 +47,7 @@ def write_gguf(
     quantised: str | None = None,
     tokens: CalibrationData | None = None,
 ) -> float:
-    """Write a GGUF file and read it back: ``llama`` where all MLPs are equally wide, otherwise ``deci``.
+    """Write a GGUF file and read it back: of its family where all MLPs are equally wide, otherwise ``deci``.
 
     Args:
         quantised: one of :data:`.gguf_blocks.FORMATS` for matrices; those whose rows are not whole blocks of 32 are
@@ -57,12 +57,12 @@ def write_gguf(
 
     Returns and raises what :func:`~.folder.write_folder` does.
     """
-    empty, arch = form.empty(torch.float32), "deci" if form.layers else "llama"
+    empty, arch = form.empty(torch.float32), arch_of(form, deci=True)
     kind = gguf.GGMLQuantizationType[quantised.upper()] if quantised else KINDS[source.dtype]
     around = gguf.GGMLQuantizationType.Q8_0 if tokens else kind
-    attention, names = form.view(empty, 0).attention, {}
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI if form.layers else gguf.MODEL_ARCH.LLAMA, len(source))
-    writer = gguf.GGUFWriter(file, arch)
+    attention, names = form.view(empty, 0).attention if arch.rope_style == "gptj" else None, {}
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.name.upper()], len(source))
+    writer = gguf.GGUFWriter(file, arch.name)
     _write_settings(writer, source, form, empty, kind)
     write_tokenizer(writer, source.tokenizer, source.config.vocab_size)
     rounding = BlockRounding(form, source.outer_state(), tokens, present(quantised)) if tokens else None
@@ -77,18 +77,18 @@ def write_gguf(
             stored = _kind_of(values, around)
             numbers = gguf.quants.quantize(values, stored)
         writer.add_tensor(names[name], numbers, raw_dtype=stored)
-    factors = _frequency_factors(empty, form)
+    factors = frequency_factors(form)
     if factors is not None:
         writer.add_tensor(FACTORS, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if arch == "llama":  # which transformers reads, settings included
-        again: Any = read_gguf(file, torch.float32)
+    if arch is DECI:
+        again: Any = _filled(file, empty, attention, names)
+    else:  # transformers reads these, settings included
+        again = read_gguf(file, torch.float32)
         again.to(source.device)
-    else:
-        again = _filled(file, empty, attention, names)
     return probe.compare(DenseModel(again, file.name, source.device, torch.float32))
 
 
@@ -116,14 +116,6 @@ def _write_settings(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _frequency_factors(empty: PreTrainedModel, form: StockModel) -> np.ndarray | None:
-    """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
-    found = present(DenseModel(empty, "", torch.device("cpu"), torch.float32).inv_freq(0))
-    plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
-    factors = plain / found
-    return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
-
-
 def _tensors(
     source: DenseModel, form: StockModel, empty: PreTrainedModel, probe: Probe, rounding: BlockRounding | None
 ) -> Iterator[tuple[str, Tensor | tuple[Rounded, str]]]:
@@ -139,9 +131,10 @@ def _tensors(
         probe.follow(view)
 
 
-def _ordered(name: str, tensor: Tensor, attention: AttentionView, *, inverse: bool = False) -> Tensor:
-    """Rows of queries and keys as llama.cpp rotates them: ``p`` beside ``p + N / 2``, not half a head behind it."""
-    if not name.rpartition(".")[0].endswith(TURNED):
+def _ordered(name: str, tensor: Tensor, attention: AttentionView | None, *, inverse: bool = False) -> Tensor:
+    """Rows of queries and keys as ``llama`` and ``deci`` rotate them, ``p`` next to ``p + N / 2``; as they are without
+    ``attention``."""
+    if attention is None or not name.rpartition(".")[0].endswith(TURNED):
         return tensor
     halves = (attention.head_dim // 2, 2) if inverse else (2, attention.head_dim // 2)
     return tensor.unflatten(0, (-1, *halves)).transpose(1, 2).flatten(0, 2)
@@ -155,7 +148,9 @@ def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQu
     return kind if whole else gguf.GGMLQuantizationType.F16
 
 
-def _filled(file: Path, empty: PreTrainedModel, attention: AttentionView, names: dict[str, str]) -> PreTrainedModel:
+def _filled(
+    file: Path, empty: PreTrainedModel, attention: AttentionView | None, names: dict[str, str]
+) -> PreTrainedModel:
     """The tensors in a file, in the model they were written for; its settings are not read."""
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     state = {}

@@ -1,16 +1,46 @@
-"""What llama.cpp computes of what a model does; asked before its file format, a package of its own, is imported."""
+"""What llama.cpp computes of what a model does; asked before its file format, a package of its own, is imported.
+
+Shape legend: N width of a head.
+"""
 
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
+import torch
+
+from .._utils.present import present
 from ..architectures import FIXED_ROTARY
 from ..errors import UnsupportedModelError, option
 from ..models.dense_model import DenseModel
+from .form import StockModel
 
-FAMILIES = ("llama", "mistral")
+
+@dataclass(frozen=True)
+class Arch:
+    """One of llama.cpp's architectures.
+
+    Attributes:
+        name: in a file, under ``general.architecture``.
+        rope_style: which rows of a head it rotates together, see :class:`~rankfold.architectures.AttentionSpec`.
+        has_factors: whether it divides rotary frequencies by those of a file.
+        has_biases: whether it adds the biases that its family may have.
+    """
+
+    name: str
+    rope_style: Literal["neox", "gptj"] = "neox"
+    has_factors: bool = False
+    has_biases: bool = True
 
 
-def check_family(source: DenseModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
+LLAMA, DECI = Arch("llama", "gptj", has_factors=True), Arch("deci", "gptj", has_factors=True)
+ARCHS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": Arch("qwen2"), "qwen3": Arch("qwen3", has_biases=False)}
+OF_DECI = ("llama", "mistral", "qwen2")  # families that `deci` computes too, with an MLP of its own width in each block
+
+
+def check_family(source: DenseModel, families: tuple[str, ...]) -> None:
+    """Raise :class:`UnsupportedModelError` unless llama.cpp computes what the model does, in one of the families."""
     config = source.config  # other families have other fields
     if source.model.config.get_text_config() is not source.model.config:
         raise UnsupportedModelError(
@@ -19,7 +49,7 @@ def check_family(source: DenseModel) -> None:
         )
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     found = {
-        "model type": (config.model_type, FAMILIES),
+        "model type": (config.model_type, families),
         "activation": (getattr(config, "hidden_act", None), ("silu", "swish")),
         "rotary embedding": (rotary, FIXED_ROTARY),
     }
@@ -31,6 +61,40 @@ def check_family(source: DenseModel) -> None:
             )
 
 
+def arch_of(form: StockModel, *, deci: bool) -> Arch:
+    """Return the architecture that computes a model: its family's own, or ``deci`` where that lacks something.
+
+    Args:
+        form: of one of the families of :data:`ARCHS`.
+        deci: whether ``deci`` may be taken.
+
+    Raises:
+        UnsupportedModelError: neither computes what the model does.
+    """
+    own = ARCHS[form.config.model_type]
+    factors = frequency_factors(form) is not None
+    if form.layers or (deci and factors and not own.has_factors):
+        return DECI
+    lacks = "rotary frequencies other than the plain ones" if factors and not own.has_factors else None
+    if getattr(form.config, "attention_bias", False) and not own.has_biases:
+        lacks = "biases"
+    if lacks:
+        other = f"{option('format', 'gguf-deci')}, or " if own.has_biases else ""
+        raise UnsupportedModelError(
+            f"llama.cpp's {own.name} has no {lacks}, and this model does; use {other}{option('format', 'stock')}"
+        )
+    return own
+
+
+def frequency_factors(form: StockModel) -> np.ndarray | None:
+    """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
+    found = present(DenseModel(form.empty(torch.float32), "", torch.device("cpu"), torch.float32).inv_freq(0))
+    plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
+    factors = plain / found
+    return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
+
+
 def context_of(config) -> int:
-    """Return the tokens of the longest window that a file computes alike; neither arch has a sliding window."""
+    """Return the tokens of the longest window that a file computes alike; no arch of :data:`ARCHS` has a sliding
+    window."""
     return min(getattr(config, "sliding_window", None) or sys.maxsize, config.max_position_embeddings)

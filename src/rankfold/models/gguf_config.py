@@ -1,5 +1,5 @@
 """What transformers overlooks in a GGUF file, as the config of the model says it: rotary frequencies that are not
-plain, and biases of a Llama.
+plain, biases of a Llama, and how wide the heads of a Qwen are.
 
 Shape legend: N rotary dimensions of a head.
 """
@@ -28,6 +28,7 @@ LLAMA3 = {  # as all Llama 3 have it; what differs between them is the factor
 }
 BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 READ_BY_TRANSFORMERS = ("gpt-oss",)
+WIDTHS_OVERLOOKED = ("qwen2", "qwen3")  # where transformers takes the width of heads that the config class has
 
 
 def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
@@ -59,6 +60,9 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     for name, tensor in BIASES.items():
         if tensor in tensors and hasattr(config, name):
             setattr(config, name, True)
+    width = reader.get_field(f"{arch}.attention.key_length")
+    if width and arch in WIDTHS_OVERLOOKED:
+        config.head_dim = width.contents()
     stretched = _stretched(config, reader, tensors, file)
     if stretched:
         _turning(config).update(stretched)
