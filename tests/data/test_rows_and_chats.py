@@ -195,7 +195,7 @@ def test_chats_calibrate_and_evaluate_as_the_model_reads_them(tmp_path, monkeypa
         ([TURNS[0], {"role": "assistant"}], r"line 2, turn 2 has no content"),
         ([{"role": "user", "content": 5}], r"line 2, turn 1: the content holds int, not text"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"line 2, turn 1 has a part that is not text"),
-        ([], r"line 2 has no text column 'text', and 'messages' holds list, not a list of turns"),
+        ([], r"line 2 has no text column 'text', and 'messages' holds an empty list, not a list of turns"),
         ("what?", r"line 2 has no text column 'text', and 'messages' holds str, not a list of turns"),
         ([{"role": "user", "content": "\ud800"}], r"line 2 has half a character"),
     ],

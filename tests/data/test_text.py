@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import os
 import re
 import shutil
 import unittest.mock
@@ -327,6 +328,25 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text \(.*\); convert it"):
         read_text(str(tmp_path / "a.txt"))
+
+
+def test_a_file_that_may_not_be_read_or_is_a_pipe_is_refused(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe.txt' \(it is a pipe or a device; write the text to a file\)"):
+        read_text(str(tmp_path / "pipe.txt"))
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for asked in ("open", "is_file"):  # of the file, or of a folder above it
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(DataError, match=r"a.txt cannot be read \(Permission denied\)"),
+        ):
+            patch.setattr(Path, asked, refuse)
+            read_text(str(file))
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_a_model_that_lay_here_names_none_on_the_hub(small, hub):
     rankfold.push(small, "me/small")
     data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()
     assert not {"base_model", "license", "datasets"} & data.keys()
+    here = ModelCard.load(small / "README.md").data.to_dict()  # what another program would upload
+    assert "base_model" not in here and here["pipeline_tag"] == "text-generation"
 
 
 def test_so_does_one_that_the_hub_no_longer_has(small, hub, tmp_path, monkeypatch):

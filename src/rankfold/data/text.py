@@ -97,11 +97,24 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     path = path_of(local if raw else name)
     if len(path.name) > LONGEST_NAME or "\n" in name:
         raise DataError(f"no text at {name[:40]!r}…: a text itself is given in a list, or as a file")
-    if not path.is_file():
+    if not _is_readable(path):
         hint = suggestion(name, _names(use))
-        folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
-        raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices(use)}")
+        other = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
+        if path.exists() and not path.is_dir():  # read twice or more, which pipes and devices cannot be
+            other = " (it is a pipe or a device; write the text to a file)"
+        raise DataError(f"no text at {str(path)!r}{other}: {hint}expected {_choices(use)}")
     return TextSource(_kind_of(path, bool(raw)), origin_of(path), path)
+
+
+def _is_readable(path: Path) -> bool:
+    """Tell whether there is an ordinary file; :class:`DataError` where it may not be read."""
+    try:
+        if path.is_file():
+            path.open("rb").close()
+            return True
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); change its permissions, or give a copy") from error
+    return False
 
 
 def _kind_of(path: Path, raw: bool) -> str:
@@ -242,7 +255,7 @@ def document_of(row: Any, column: str, where: str) -> str | Chat:
     if isinstance(row, dict) and is_chat(row.get(read)):
         return chat_of(row[read], where)
     if read != column:
-        kind = type(row[read]).__name__
+        kind = "an empty list" if row[read] == [] else type(row[read]).__name__
         raise DataError(
             f"{where} has no text column {column!r}, and {read!r} holds {kind}, not a list of turns {use_column()}"
         )

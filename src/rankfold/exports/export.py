@@ -19,6 +19,7 @@ from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.dense_model import DenseModel
 from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
+from ..report.model_card import card_metadata
 from ..report.record import NAME, read_record, records_of
 from ..version import __version__
 from .deci import deci_form, write_deci
@@ -73,14 +74,7 @@ FORMATS = {
         _gguf_deci, _write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
     ),
 }
-CARD = """---
-library_name: transformers
-base_model: {base}
-tags:
-- rankfold
-- compressed
----
-
+CARD = """{metadata}
 # {title}
 
 {base}, compressed by `{method}` and exported from `{source}` by rankfold {version} ({what}). \
@@ -191,8 +185,10 @@ def _card(done: Exported, source: DenseModel, record: dict[str, Any] | None) -> 
     """README.md of an exported folder."""
     config: Any = source.model.config
     made = record or (config.quantization_config.fields if described(config) else {})
+    base = made.get("base_model", source.name)
     return CARD.format(
-        base=made.get("base_model", source.name),
+        metadata=card_metadata(base, [], auto="AutoModelForCausalLM"),
+        base=base,
         method=made.get("method", "no method"),
         title=done.output.name,
         source=source.name,

@@ -4,6 +4,8 @@ import json
 import shlex
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from .._utils.hub_id import is_hub_id
 from .._utils.sizes import plural
 from .goal import asked_and_got
@@ -18,14 +20,7 @@ from .outcomes import (
 )
 from .record import records_of
 
-_CARD = """---
-library_name: transformers
-base_model: {base}
-tags:
-- rankfold
-- compressed
-{tags}---
-
+_CARD = """{metadata}
 # {title}
 
 {base}{commit}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with {methods}, {trained}.
@@ -62,6 +57,10 @@ _OF_LOCAL = (  # of which there is the name of the folder only
     "rankfold recover {again} --teacher {base} --config {config} -o {out}",
 )
 EXAMPLES = "image-text examples"  # a kind of calibration
+_TASKS = {  # of an Auto class, as the hub lists models by
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+}
 _NEEDS = "import rankfold  # or, where it is not installed: trust_remote_code=True\n"
 
 Record = dict[str, Any]
@@ -86,6 +85,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
     rows += size_rows(record["plan"] | {key: records[0]["plan"][key] for key in ("parameters", "bytes")})
     rows += [row for part, one in components.items() for row in _outcomes(one, part)] + _trained_rows(trained)
     return _CARD.format(
+        metadata=card_metadata(record["base_model"], [name for name in methods if name != "rankfold"], auto=auto),
         base=record["base_model"],
         commit=f" at revision `{record['revision']}`" if "revision" in record else "",
         needs="" if stock else _NEEDS,
@@ -95,7 +95,6 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
         title=folder,
         folder=folder,
         version=record["rankfold_version"],
-        tags="".join(f"- {method}\n" for method in methods if method != "rankfold"),
         methods=" and ".join(f"method `{method}`" for method in methods),
         trained=", ".join(f"then {trained_on(one)}" for one in trained) or "without training",
         table="".join(f"| {' | '.join(row)} |\n" for row in rows),
@@ -107,6 +106,23 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
         commands="\n".join(_commands(record, folder)),
         made="\n\n".join(_made(one, _of(part)) for part, one in components.items()),
     )
+
+
+def card_metadata(base: str, methods: list[str], *, auto: str) -> str:
+    """Return the YAML block that a card begins with, which the hub lists a model by.
+
+    Args:
+        base: the dense model; left out where it has no id on the hub, which refuses other names.
+        methods: further tags.
+        auto: the Auto class that the model is loaded with.
+    """
+    known = ModelCardData(
+        base_model=base if is_hub_id(base) else None,
+        library_name="transformers",
+        pipeline_tag=_TASKS.get(auto),
+        tags=["rankfold", "compressed", *methods],
+    )
+    return f"---\n{known.to_yaml()}\n---\n"
 
 
 def _processor(records: list[Record]) -> str:
