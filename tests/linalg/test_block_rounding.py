@@ -6,7 +6,7 @@ import torch
 from problems import problem
 
 from rankfold.exports.gguf_blocks import FORMATS, packed
-from rankfold.linalg.block_rounding import RIDGE, choose_steps, round_to_blocks
+from rankfold.linalg.block_rounding import RIDGE, choose_steps, round_to_blocks, rounding_order
 
 F, O = 160, 5  # more columns than are updated at once
 GENERATOR = torch.Generator().manual_seed(0)
@@ -28,7 +28,7 @@ def by_itself(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("levels", [8, 16, 128])
 def test_free_columns_are_refitted_by_least_squares_after_every_one(levels):
-    rounded = round_to_blocks(W, C, levels=levels)
+    rounded = round_to_blocks(W, rounding_order(C), levels=levels)
     H = C + RIDGE * C.diagonal().mean() * torch.eye(F, dtype=torch.float64)
     steps = rounded.steps.double().repeat_interleave(32, 1)
     rest, free = W.double(), H.diagonal().argsort(descending=True).tolist()
@@ -43,7 +43,7 @@ def test_free_columns_are_refitted_by_least_squares_after_every_one(levels):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_outputs_are_nearer_than_where_every_number_is_rounded_by_itself(name):
-    rounded = round_to_blocks(W, C, levels=FORMATS[name].levels).values()
+    rounded = round_to_blocks(W, rounding_order(C), levels=FORMATS[name].levels).values()
     assert error(rounded) < 0.6 * error(by_itself(name))
     assert error(rounded, torch.eye(F).double()) > error(
         by_itself(name), torch.eye(F).double()
@@ -70,7 +70,7 @@ def test_steps_have_the_least_weighted_error(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_holds_the_very_numbers(name):
-    rounded = round_to_blocks(W, C, levels=FORMATS[name].levels)
+    rounded = round_to_blocks(W, rounding_order(C), levels=FORMATS[name].levels)
     back = gguf.quants.dequantize(packed(rounded, name), gguf.GGMLQuantizationType[name.upper()])
     assert torch.equal(torch.from_numpy(back), rounded.values())
     assert rounded.codes.unique().numel() > FORMATS[name].levels  # all bits are used
@@ -79,19 +79,19 @@ def test_a_file_holds_the_very_numbers(name):
 def test_zeros_stay_and_inputs_that_never_come_cost_nothing():
     silent, some = C.clone(), W.clone()
     silent[40:], silent[:, 40:], some[2] = 0, 0, 0
-    rounded = round_to_blocks(some, silent, levels=8)
+    rounded = round_to_blocks(some, rounding_order(silent), levels=8)
     assert not rounded.codes[2].any() and rounded.values().isfinite().all()
-    nothing = round_to_blocks(some, 0 * C, levels=8)
+    nothing = round_to_blocks(some, rounding_order(0 * C), levels=8)
     expected = (some / nothing.steps.float().repeat_interleave(32, 1)).nan_to_num().round().clamp(-8, 7)
     assert torch.equal(nothing.codes, expected.to(torch.int8))
 
 
 def test_a_matrix_whose_rows_are_no_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"W must have a multiple of 32 columns, and C as many, got \(5, 159\)"):
-        round_to_blocks(W[:, 1:], C[1:, 1:], levels=8)
-    with pytest.raises(ValueError, match=r"C as many, got \(5, 160\), \(12, 12\)"):
-        round_to_blocks(W, problem("gaussian").C, levels=8)
+    with pytest.raises(ValueError, match=r"a multiple of 32 columns, and as many as there are inputs, got \(5, 159\)"):
+        round_to_blocks(W[:, 1:], rounding_order(C[1:, 1:]), levels=8)
+    with pytest.raises(ValueError, match=r"as many as there are inputs, got \(5, 160\) and 12 inputs"):
+        round_to_blocks(W, rounding_order(problem("gaussian").C), levels=8)
     with pytest.raises(ValueError, match="W must be finite"):
-        round_to_blocks(W / 0, C, levels=8)
+        round_to_blocks(W / 0, rounding_order(C), levels=8)
     with pytest.raises(torch.linalg.LinAlgError, match="not positive definite; use more tokens"):
-        round_to_blocks(W, C - 10 * C.diagonal().mean() * torch.eye(F).double(), levels=8)
+        rounding_order(C - 10 * C.diagonal().mean() * torch.eye(F).double())

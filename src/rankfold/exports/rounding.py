@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..calibration.runner import advance, measure, start
 from ..data.calibration_data import CalibrationData
-from ..linalg.block_rounding import BLOCK, Rounded, round_to_blocks
+from ..linalg.block_rounding import BLOCK, Rounded, round_to_blocks, rounding_order
 from ..models.dense_model import DenseModel
 from .form import StockModel
 from .gguf_blocks import FORMATS
@@ -47,14 +47,14 @@ class BlockRounding:
         found: dict[str, tuple[Rounded, str]] = {}
         readers = view.readers
         for statistic, paths in readers.items():
-            inputs = moments[statistic].second_moment()
-            for path in paths:
-                weight = view.module.get_parameter(f"{path}.weight")
-                if weight.shape[1] % BLOCK:
-                    continue
+            weights = {path: view.module.get_parameter(f"{path}.weight") for path in paths}
+            if any(weight.shape[1] % BLOCK for weight in weights.values()):
+                continue
+            given = rounding_order(moments[statistic].second_moment())
+            for path, weight in weights.items():
                 values = path == readers["attention_input"][-1]
                 format = FORMATS[self.format].finer if values else self.format
-                rounded = round_to_blocks(weight, inputs, levels=FORMATS[format].levels)
+                rounded = round_to_blocks(weight, given, levels=FORMATS[format].levels)
                 weight.copy_(rounded.values())
                 found[f"{path}.weight"] = rounded, format
         advance(view, self.stream)

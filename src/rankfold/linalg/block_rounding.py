@@ -21,6 +21,14 @@ RIDGE = 0.1
 SHARES = torch.arange(-9, 10) / 10  # of a level by which the largest number of a block may miss its own
 
 
+class RoundingOrder(NamedTuple):
+    """Result of :func:`rounding_order`, for all matrices that get the same inputs."""
+
+    columns: Tensor  # (F,) in the order in which they are rounded
+    weight: Tensor  # (F,) fp32, what a squared error in a column counts
+    factor: Tensor  # (F, F) fp32, upper triangular: U of the columns in that order
+
+
 class Rounded(NamedTuple):
     """Result of :func:`round_to_blocks`: ``W = step * codes``, block by block."""
 
@@ -33,38 +41,53 @@ class Rounded(NamedTuple):
 
 
 @torch.no_grad()
-def round_to_blocks(W: Tensor, C: Tensor, *, levels: int) -> Rounded:
-    r"""Round ``W`` so that :math:`\mathbb{E}\|(W - W')x\|^2` stays small, ``C`` being :math:`\mathbb{E}[x x^\top]`.
-
-    Columns are rounded one after another, those with the largest inputs first. What rounding column ``j`` costs is made
-    up for by the columns that are still free: :math:`w_k \leftarrow w_k - (w_j - w'_j) U_{jk} / U_{jj}`, with
-    :math:`U^\top U = (C + \lambda I)^{-1}` and ``U`` upper triangular. The step of a block is the one of 38 candidates
-    with the least error of ``W`` itself, weighted by the inputs; it is rounded to fp16 BEFORE codes are chosen.
+def rounding_order(C: Tensor) -> RoundingOrder:
+    r"""Order columns by the size of their inputs, and factor :math:`(C + \lambda I)^{-1} = U^\top U` in this order.
 
     Args:
-        W: ``(O, F)`` weight, finite; ``F`` a multiple of 32.
-        C: ``(F, F)`` second moment of the inputs, fp64. Where it is 0 all inputs count alike.
-        levels: half the number of codes: 8 for Q4_0, 16 for Q5_0, 128 for Q8_0.
+        C: ``(F, F)`` second moment :math:`\mathbb{E}[x x^\top]` of the inputs, fp64. Where it is 0 all count alike.
 
     Raises:
-        ValueError: shapes disagree, ``F`` is not a multiple of 32, or something is not finite.
         torch.linalg.LinAlgError: ``C`` is no second moment: not positive definite even with ``lambda``.
 
-    Cost: O(F^2 (O + F)) time.
+    Cost: O(F^3) time.
     """
-    F = W.shape[1]
-    if F % BLOCK or C.shape != (F, F):
-        raise ValueError(
-            f"W must have a multiple of {BLOCK} columns, and C as many, got {tuple(W.shape)}, {tuple(C.shape)}"
-        )
-    if not all_finite(W):
-        raise ValueError("W must be finite")
     weight = damped(C, RIDGE, name="C").diagonal()
     order = weight.argsort(descending=True, stable=True)
     U = inverse_factor(C[order][:, order], RIDGE)
     if U is None:
         raise torch.linalg.LinAlgError(f"the second moment {tuple(C.shape)} is not positive definite; use more tokens")
-    steps = choose_steps(W.float(), weight.float(), levels=levels)
+    return RoundingOrder(order, weight.float(), U.float())
+
+
+@torch.no_grad()
+def round_to_blocks(W: Tensor, given: RoundingOrder, *, levels: int) -> Rounded:
+    r"""Round ``W`` so that :math:`\mathbb{E}\|(W - W')x\|^2` stays small.
+
+    Columns are rounded one after another, those with the largest inputs first. What rounding column ``j`` costs is made
+    up for by the columns that are still free: :math:`w_k \leftarrow w_k - (w_j - w'_j) U_{jk} / U_{jj}`. The step of a
+    block is the one of 38 candidates with the least error of ``W`` itself, weighted by the inputs; it is rounded to
+    fp16 BEFORE codes are chosen.
+
+    Args:
+        W: ``(O, F)`` weight, finite; ``F`` a multiple of 32.
+        given: of the inputs.
+        levels: half the number of codes: 8 for Q4_0, 16 for Q5_0, 128 for Q8_0.
+
+    Raises:
+        ValueError: shapes disagree, ``F`` is not a multiple of 32, or ``W`` is not finite.
+
+    Cost: O(F^2 O) time.
+    """
+    order = given.columns
+    if W.shape[1] % BLOCK or W.shape[1] != len(order):
+        raise ValueError(
+            f"W must have a multiple of {BLOCK} columns, and as many as there are inputs, got {tuple(W.shape)} and "
+            f"{len(order)} inputs"
+        )
+    if not all_finite(W):
+        raise ValueError("W must be finite")
+    steps = choose_steps(W.float(), given.weight, levels=levels)
     codes = torch.empty_like(W, dtype=torch.int8)
     rest = W.float()[:, order]  # a copy
 
@@ -74,7 +97,7 @@ def round_to_blocks(W: Tensor, C: Tensor, *, levels: int) -> Rounded:
         codes[:, order[j]] = code.to(torch.int8)
         return code * step
 
-    change_columns(rest, U.float(), rounded)
+    change_columns(rest, given.factor, rounded)
     return Rounded(codes, steps)
 
 
