@@ -53,7 +53,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
 SHAPES = [("gguf", {}), ("gguf-deci", {"exclude_blocks": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})]
-QWEN3 = {"family": "qwen3", "head_dim": 12}
+QWEN3 = {"family": "qwen3", "head_dim": 12, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize("kind, shape", SHAPES)
@@ -69,7 +69,7 @@ def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_
     "kind, shape, options, arch",
     [
         *((kind, shape, {"family": "qwen2"}, "deci" if "deci" in kind else "qwen2") for kind, shape in SHAPES),
-        ("gguf-deci", {}, {"family": "qwen2"}, "qwen2"),  # all MLPs are equally wide
+        ("gguf-deci", {}, {"family": "qwen2", "tie_word_embeddings": True}, "qwen2"),  # all MLPs are equally wide
         ("gguf", {}, QWEN3, "qwen3"),
     ],
 )
