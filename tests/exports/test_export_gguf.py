@@ -276,7 +276,7 @@ def test_what_qwen_has_no_form_for_in_llama_cpp_is_refused(tmp_path):
             (
                 {"family": "qwen3", "attention_bias": True},
                 "gguf",
-                "llama.cpp's qwen3 has no biases, and this model does; use format='stock'",
+                "llama.cpp's qwen3 has no biases, which this model has; use format='stock'",
             ),
             ({"family": "qwen3"}, "gguf-deci", "takes a model type out of llama, mistral, qwen2, got qwen3"),
             ({"family": "qwen2"}, "deci", "takes a model type out of llama, mistral, got qwen2"),

@@ -87,9 +87,8 @@ def likeness(view: BlockView) -> str:
     """Return what is equal for blocks of the same shapes and the same kind of attention."""
     shapes = [(name, *p.shape) for name, p in view.module.named_parameters()]
     attention = view.attention
-    settings = (
-        {} if attention.spec.unsupported_reason else attention.runtime()
-    )  # of what stays as it is only shapes are known
+    # Of what stays as it is only shapes are known.
+    settings = {} if attention.spec.unsupported_reason else attention.runtime()
     return repr((shapes, attention.rotary_dim, sorted(settings.items(), key=lambda item: item[0])))
 
 

@@ -81,7 +81,7 @@ def arch_of(form: StockModel, *, deci: bool) -> Arch:
     if lacks:
         other = f"{option('format', 'gguf-deci')}, or " if own.has_biases else ""
         raise UnsupportedModelError(
-            f"llama.cpp's {own.name} has no {lacks}, and this model does; use {other}{option('format', 'stock')}"
+            f"llama.cpp's {own.name} has no {lacks}, which this model has; use {other}{option('format', 'stock')}"
         )
     return own
 
