@@ -348,7 +348,7 @@ def test_blocks_are_rounded_for_what_they_receive(place, tmp_path, dtype, values
     rankfold.export(place / "model", tmp_path / "x.gguf", "gguf", dtype=dtype, calibration=tokens())
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
     of_block = {name.split(".")[2]: kind for name, kind in kinds.items() if name.startswith("blk.1.")}
-    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+    assert kinds["output.weight"] == "Q8_0" and kinds["token_embd.weight"] == values
     assert of_block == {
         "attn_norm": "F32",
         "ffn_norm": "F32",
@@ -357,6 +357,13 @@ def test_blocks_are_rounded_for_what_they_receive(place, tmp_path, dtype, values
         "ffn_down": "F16",  # rows that are not whole blocks
     }
     assert settings(tmp_path / "x.gguf")["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"]
+
+
+def test_an_embedding_that_is_the_head_stays_in_eight_bits(tmp_path):
+    save_tiny(tmp_path / "model", blocks=1, tie_word_embeddings=True)
+    rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf", dtype="q4_0", calibration=tokens())
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert kinds["token_embd.weight"] == "Q8_0" and "output.weight" not in kinds
 
 
 def test_a_block_is_rounded_for_what_the_rounded_ones_before_it_send(tmp_path):

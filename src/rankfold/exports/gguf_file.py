@@ -23,7 +23,7 @@ from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
 from .form import StockModel
-from .gguf_blocks import packed
+from .gguf_blocks import FORMATS, packed
 from .gguf_tokens import write_tokenizer
 from .llama_cpp import DECI, arch_of, context_of, frequency_factors
 from .padding import padded_state
@@ -35,6 +35,7 @@ KINDS = {
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
 FILE_TYPES = {"F32": "ALL_F32"} | {name: f"MOSTLY_{name}" for name in ("F16", "BF16", "Q8_0", "Q5_0", "Q4_0")}
+EMBEDDING = "token_embd.weight"
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows `llama` and `deci` want pair by pair
 
 
@@ -52,14 +53,17 @@ def write_gguf(
     Args:
         quantised: one of :data:`.gguf_blocks.FORMATS` for matrices; those whose rows are not whole blocks of 32 are
             written in f16.
-        tokens: text that the blocks are rounded for; what stands around them is in Q8_0 then. Without it every number
-            is rounded by itself.
+        tokens: text that the blocks are rounded for; what stands around them is in Q8_0 then, but an embedding that
+            is not the head as well, which is one format finer than the blocks. Without it every number is rounded by
+            itself.
 
     Returns and raises what :func:`~.folder.write_folder` does.
     """
     empty, arch = form.empty(torch.float32), arch_of(form, deci=True)
     kind = gguf.GGMLQuantizationType[quantised.upper()] if quantised else KINDS[source.dtype]
-    around = gguf.GGMLQuantizationType.Q8_0 if tokens else kind
+    around = embedding = gguf.GGMLQuantizationType.Q8_0 if tokens else kind
+    if tokens and not form.config.tie_word_embeddings:
+        embedding = gguf.GGMLQuantizationType[FORMATS[present(quantised)].finer.upper()]
     attention, names = form.view(empty, 0).attention if arch.rope_style == "gptj" else None, {}
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.name.upper()], len(source))
     writer = gguf.GGUFWriter(file, arch.name)
@@ -74,7 +78,7 @@ def write_gguf(
             numbers = packed(Rounded(*(_ordered(name, part, attention) for part in rounded)), format)
         else:
             values = _ordered(name, tensor, attention).float().contiguous().numpy()
-            stored = _kind_of(values, around)
+            stored = _kind_of(values, embedding if names[name] == EMBEDDING else around)
             numbers = gguf.quants.quantize(values, stored)
         writer.add_tensor(names[name], numbers, raw_dtype=stored)
     factors = frequency_factors(form)
