@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import rankfold
+import tiny_pairs
 from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.exports.form import StockModel, plain
@@ -268,3 +269,12 @@ def test_an_unknown_format_and_an_output_that_is_there_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is not a folder"):
         (tmp_path / "x.gguf").write_bytes(b"GGUF")
         rankfold.export(tmp_path / "x.gguf", tmp_path / "y")
+
+
+def test_the_card_of_a_model_that_sees_names_its_task(tmp_path):
+    small = rankfold.compress(
+        tiny_pairs.opened("llava"), 0.3, method="modegpt", calibration=tokens(), output=tmp_path / "small"
+    ).output
+    rankfold.export(small, tmp_path / "stock")
+    for folder in (small, tmp_path / "stock"):
+        assert "pipeline_tag: image-text-to-text\n" in (folder / "README.md").read_text()
