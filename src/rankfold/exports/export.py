@@ -27,7 +27,7 @@ from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import StockModel, parameters, plain, stock_form
 from .gguf_blocks import FORMATS as BLOCK_FORMATS
-from .llama_cpp import ARCHS, LLAMA, OF_DECI, arch_of, check_family, context_of
+from .llama_cpp import ARCHS, OF_DECI, OF_LLAMA, check_family, check_own, context_of
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def _write_gguf(*arguments, **settings) -> float:
 
 
 def _deci_folder(source: DenseModel) -> StockModel:
-    check_family(source, tuple(family for family, arch in ARCHS.items() if arch is LLAMA))
+    check_family(source, OF_LLAMA)
     return deci_form(source)
 
 
 def _gguf(source: DenseModel) -> StockModel:
     check_family(source, tuple(ARCHS))
     form = stock_form(source)
-    arch_of(form, deci=False)
+    check_own(form)
     return form
 
 

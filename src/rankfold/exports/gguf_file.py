@@ -59,7 +59,8 @@ def write_gguf(
 
     Returns and raises what :func:`~.folder.write_folder` does.
     """
-    empty, arch = form.empty(torch.float32), arch_of(form, deci=True)
+    empty, factors = form.empty(torch.float32), frequency_factors(form)
+    arch = arch_of(form, factors)
     kind = gguf.GGMLQuantizationType[quantised.upper()] if quantised else KINDS[source.dtype]
     around = embedding = gguf.GGMLQuantizationType.Q8_0 if tokens else kind
     if tokens and not form.config.tie_word_embeddings:
@@ -81,7 +82,6 @@ def write_gguf(
             stored = _kind_of(values, embedding if names[name] == EMBEDDING else around)
             numbers = gguf.quants.quantize(values, stored)
         writer.add_tensor(names[name], numbers, raw_dtype=stored)
-    factors = frequency_factors(form)
     if factors is not None:
         writer.add_tensor(FACTORS, factors)
     writer.write_header_to_file()

@@ -35,8 +35,9 @@ class Arch:
 
 
 LLAMA, DECI = Arch("llama", "gptj", has_factors=True), Arch("deci", "gptj", has_factors=True)
-ARCHS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": Arch("qwen2"), "qwen3": Arch("qwen3", has_biases=False)}
-OF_DECI = ("llama", "mistral", "qwen2")  # families that `deci` computes too, with an MLP of its own width in each block
+OF_LLAMA = ("llama", "mistral")
+OF_DECI = (*OF_LLAMA, "qwen2")  # families that `deci` computes too, with an MLP of its own width in each block
+ARCHS = dict.fromkeys(OF_LLAMA, LLAMA) | {"qwen2": Arch("qwen2"), "qwen3": Arch("qwen3", has_biases=False)}
 
 
 def check_family(source: DenseModel, families: tuple[str, ...]) -> None:
@@ -61,29 +62,26 @@ def check_family(source: DenseModel, families: tuple[str, ...]) -> None:
             )
 
 
-def arch_of(form: StockModel, *, deci: bool) -> Arch:
-    """Return the architecture that computes a model: its family's own, or ``deci`` where that lacks something.
-
-    Args:
-        form: of one of the families of :data:`ARCHS`.
-        deci: whether ``deci`` may be taken.
-
-    Raises:
-        UnsupportedModelError: neither computes what the model does.
-    """
+def arch_of(form: StockModel, factors: np.ndarray | None) -> Arch:
+    """Return the architecture that a model of one of the families of :data:`ARCHS` is written as: its family's own, or
+    ``deci`` where that lacks the widths or the :func:`frequency_factors`."""
     own = ARCHS[form.config.model_type]
-    factors = frequency_factors(form) is not None
-    if form.layers or (deci and factors and not own.has_factors):
-        return DECI
-    lacks = "rotary frequencies other than the plain ones" if factors and not own.has_factors else None
-    if getattr(form.config, "attention_bias", False) and not own.has_biases:
+    return DECI if form.layers or (factors is not None and not own.has_factors) else own
+
+
+def check_own(form: StockModel) -> None:
+    """Raise :class:`UnsupportedModelError` unless the architecture of its family computes what a model does."""
+    family, lacks = form.config.model_type, None
+    own = ARCHS[family]
+    if arch_of(form, frequency_factors(form)) is not own:
+        lacks = "rotary frequencies other than the plain ones"
+    elif getattr(form.config, "attention_bias", False) and not own.has_biases:
         lacks = "biases"
     if lacks:
-        other = f"{option('format', 'gguf-deci')}, or " if own.has_biases else ""
+        other = f"{option('format', 'gguf-deci')}, or " if family in OF_DECI else ""
         raise UnsupportedModelError(
             f"llama.cpp's {own.name} has no {lacks}, which this model has; use {other}{option('format', 'stock')}"
         )
-    return own
 
 
 def frequency_factors(form: StockModel) -> np.ndarray | None:
