@@ -24,7 +24,6 @@ from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
 from .checkpoint.streamed import open_streamed
 from .components import compress_components
-from .compression.budget import method_of_size
 from .compression.cards import find_card
 from .compression.prediction import predict
 from .compression.result import CompressionResult
@@ -45,6 +44,7 @@ from .models.outline import open_outline
 from .quality import compress_to_keep, method_to_keep
 from .report.goal import Goal, goal_of
 from .report.plan import Plan
+from .target_size import method_of_size
 
 __all__ = [
     "calibrate",
@@ -107,6 +107,8 @@ def compress(
         sparsity: fraction of the weights to remove; by default that of the method, 0.3 for most.
         target_size: in place of a sparsity, the bytes that all weights may take in the dtype written, such as
             ``"400MB"`` (1e6 each), ``"1.5GiB"`` (2^30) or a number. Implies ``scope="model"`` and ``budget="bytes"``.
+            With a dtype, such as ``"80MB:q4_0"``, the bytes of the GGUF file that :func:`export` makes of the result in
+            that dtype and the form ``gguf-deci``. Implies ``scope="model"`` and ``target="llama.cpp"``.
         keep_quality: in place of a sparsity, the fraction in (0, 1) of the likelihood of a held-out token that is to be
             kept: the dense model's perplexity over the compressed one's. The largest sparsity that keeps it is
             predicted, run, measured, and corrected in a second run, at most a fourth
@@ -150,7 +152,7 @@ def compress(
     how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan}
     if keep_quality is not None:
         return compress_to_keep(source, method, keep_quality, tokens, output, **how)
-    method = method_of_size(source, method, target_size)
+    method = method_of_size(source, method, goal)
     return pipeline.compress(source, method, tokens, output, **how, goal=goal)
 
 
@@ -202,7 +204,7 @@ def plan(
         OptionError, UnsupportedModelError, CheckpointError: as :func:`compress`; and with ``gpu`` what it does not go
             with.
     """
-    _goal(sparsity, target_size, keep_quality)
+    goal = _goal(sparsity, target_size, keep_quality)
     method = _configured(plan, method, sparsity, options)
     if gpu is not None:
         given = {"calibration": calibration, "moments": moments, "tokenizer": tokenizer, "component": component}
@@ -215,7 +217,7 @@ def plan(
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
         if offload is not None:  # not `resolve_offload`: the folder is on the machine that is planned for
             source.offload = Offload(source.device, None if offload == "cpu" else Path(offload))
-        method = method_of_size(source, method, target_size)
+        method = method_of_size(source, method, goal)
         samples = planned_samples(num_samples, min(max_length, source.context_length))
         return predict(source, method, samples, find_card(gpu), gpus)
     if isinstance(model, PretrainedConfig):
@@ -231,7 +233,7 @@ def plan(
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed, text_column)
-    method = method_of_size(source, method, target_size)
+    method = method_of_size(source, method, goal)
     if keep_quality is not None:
         method = method_to_keep(source, method, keep_quality, tokens, moments)
     return pipeline.plan(source, method, tokens, moments=moments)

@@ -59,6 +59,7 @@ from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
 from .data.tokens import check_fits, say_if_few
 from .errors import OptionError, check_choice, option
+from .exports.gguf_size import planned_size
 from .methods import BlockResult, Method
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
@@ -308,7 +309,9 @@ class CompressionRun:
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
         if self.goal:
-            description["goal"] = self.goal.outcome(the_plan, found)
+            dtype = self.goal.dtype
+            size = planned_size(source, the_plan, dtype) if dtype else the_plan.bytes_after
+            description["goal"] = self.goal.outcome(size, found)
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}

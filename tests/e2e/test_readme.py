@@ -68,6 +68,7 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "--device cuda": "--device cpu",
     "0.3 --target": "0.2 --target",  # the tiny MLP has few widths that a target takes
     "200MB": "150kB",
+    "80MB:q4_0": "90kB:float16",  # of which the tiny MLP is whole blocks
     "--budget latency": "--budget flops:context=64",
     "mixture=0.7": "python-source=0.7",
 }

@@ -143,9 +143,8 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
     found, config = settings(tmp_path / "x.gguf"), rankfold.load(place / "small", device="cpu").config
     assert found["llama.attention.key_length"] == found["llama.attention.value_length"] == 8
     assert found["llama.rope.dimension_count"] == 8 and found["llama.context_length"] == 128
-    assert found["llama.rope.freq_base"] == config.rope_parameters["rope_theta"] and (
-        found["general.name"] == "small, compressed"
-    )
+    assert found["llama.rope.freq_base"] == config.rope_parameters["rope_theta"]
+    assert found["general.name"] == "model, by rankfold"  # the dense model's name, whatever the folder's is
     assert found["general.file_type"] == gguf.LlamaFileType.ALL_F32
 
 

@@ -30,17 +30,9 @@ def save_tiny(folder: Path, blocks: int = 4, *, family: str = "llama", **options
     Biases, and norms of queries and keys, are random where a family has them.
     """
     torch.manual_seed(0)
-    config = t.AutoConfig.for_model(
-        family,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=400,
-        max_position_embeddings=128,
-        **options,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": blocks, "vocab_size": 400}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = t.AutoConfig.for_model(family, **sizes | options)
     model = t.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:

@@ -142,7 +142,7 @@ def _name(request: Request, methods: "list[Method]") -> str:
     sparsities = [value for method in methods for value in (method.own_sparsities or {"": method.sparsity}).values()]
     amounts = [f"{value:g}" for value in sparsities]
     if request.target_size is not None:
-        amounts = ["".join(request.target_size.split())]
+        amounts = ["".join(request.target_size.split()).replace(":", "-")]
     if request.keep_quality is not None:
         amounts = [f"keep-{request.keep_quality:g}"]
     return "-".join([name, methods[0].name, *amounts])

@@ -59,7 +59,9 @@ Components = Annotated[
 ]
 TargetSize = Annotated[
     str | None,
-    of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB."),
+    of_method(
+        metavar="SIZE", help="Instead of --sparsity: all weights, e.g. 400MB, or their GGUF file in a dtype, 80MB:q4_0."
+    ),
     Excludes(
         ("sparsity", "keep_quality", "budget", "scope", "components"),
         "--target-size fixes how much of the whole model's bytes is removed, {} would be ignored; "

@@ -80,9 +80,9 @@ class Request:
 
     def open(self, methods: "dict[str | None, Method]") -> list[Opened]:
         """Open each component, with what is done to it and what it is to be calibrated on."""
-        from ..compression.budget import method_of_size
         from ..compression.validate_spec import validated
         from ..models.opening import open_model
+        from ..target_size import method_of_size
 
         model, options = o.at_revision(self.model, self.revision), {"dtype": self.dtype, "device": self.device}
         named = [name for name in methods if name is not None]
@@ -93,7 +93,7 @@ class Request:
         }
         for name, source in sources.items():
             methods[name].supported_modules(source.architecture, source.meta_block(0))
-            methods[name] = method_of_size(source, methods[name], self.target_size)
+            methods[name] = method_of_size(source, methods[name], self.goal())
         return [(source, methods[name], texts[name]) for name, source in sources.items()]
 
     def goal(self) -> "Goal | None":

@@ -77,7 +77,9 @@ def show_next(folder: Path, record: Record, out: "Console", *, engine: str | Non
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
     if engine == "llama.cpp":
         file = shlex.quote(f"{path}.gguf")
-        commands[f"rankfold export {place} -o {file} --format gguf-deci"] = "a file for llama.cpp"
+        dtype = (record.get("goal") or {}).get("dtype")
+        how = f"--format gguf-deci --dtype {dtype}" if dtype else "--format gguf-deci"
+        commands[f"rankfold export {place} -o {file} {how}"] = "a file for llama.cpp"
     elif engine == "vllm":
         commands[f"vllm serve {place}"] = "serve it"
     elif has_stock:

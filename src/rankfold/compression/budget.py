@@ -14,15 +14,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .._utils.processes import from_first
-from .._utils.sizes import parse_size, size_text
-from ..allocation import Bytes, ContextBudget, Parameters, block_weights, check_reachable, unique_parameters
+from ..allocation import Bytes, ContextBudget, block_weights, check_reachable, unique_parameters
 from ..allocation.one_rank import Level
 from ..architectures import Architecture, BlockView
 from ..checkpoint.removable import blocks_that_stay
-from ..errors import OptionError, UnsupportedModelError, option
+from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
-from ..models.weights import buffer_bytes
 from .latency import LatencyTable, likeness, measure_latency, read_latency_table, write_latency_table
 
 Size = Callable[[BlockView, PrunableModule, int], int]  # of a module at a rank, in what the budget counts
@@ -112,52 +110,6 @@ def check_by_shapes(source: DenseModel, method: Method) -> None:
     is measured."""
     if not method.budget.is_timed:
         rank_options(source, method).check(method)
-
-
-def method_of_size(source: DenseModel, method: Method, target_size: int | str | None) -> Method:
-    """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``,
-    ``budget="bytes"``.
-
-    Args:
-        source: an open model.
-        method: what to do; its sparsity is not used.
-        target_size: bytes of all weights in the dtype written, embeddings, codes and indices included; see
-            :func:`.parse_size`. ``None``: the method stays as it is.
-
-    Raises:
-        OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities
-            of its own, or does not count bytes.
-    """
-    if target_size is None:
-        return method
-    size = parse_size(target_size)
-    if Bytes not in method.budgets:
-        raise OptionError(
-            f"{option('target_size')} chooses ranks by bytes, and method {method.name} does not; give "
-            f"{option('sparsity')} in its place, or take another method"
-        )
-    if method.budget not in (Parameters(), Bytes()) or method.own_sparsities:
-        other = f"budget {method.budget}" if method.budget != Parameters() else "sparsities of single modules"
-        raise OptionError(
-            f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
-        )
-    weights = unique_parameters(source.model) * source.dtype.itemsize
-    dense = weights + buffer_bytes(source.model, source.dtype)
-    if size >= dense:
-        raise OptionError(
-            f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of "
-            f"{source.name} take {size_text(dense)}; give a smaller size, or another dtype"
-        )
-    sparsity = (dense - size) / weights
-    try:
-        method = replace(method, sparsity=sparsity, scope="model", budget=Bytes())
-        rank_options(source, method).check(method)
-    except OptionError as error:
-        raise OptionError(
-            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {sparsity:.4f}, "
-            f"a larger size a lower one; {error}"
-        ) from None
-    return method
 
 
 def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, batch: int) -> Price:

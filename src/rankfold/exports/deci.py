@@ -4,11 +4,12 @@ import dataclasses
 from pathlib import Path
 
 from .._utils.files import read_json, write_json, write_text
+from .._utils.present import present
 from ..architectures import BlockView
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
 from .folder import write_folder
-from .form import StockModel, stock_form
+from .form import StockModel, plain, stock_form
 from .reading import read_rising
 
 CODE = "configuration_decilm"
@@ -21,25 +22,35 @@ def deci_form(source: DenseModel) -> StockModel:
     Raises:
         UnsupportedModelError: a block is made of something else than matrices.
     """
-    form, layers = stock_form(source), {}
-    empty = form.empty()
-    for index in range(len(source)):
-        layers |= _narrower(source.block(index), form.view(empty, index))
+    widths = [read_rising(source.block(index))[1].weight.shape[1] for index in range(len(source))]
+    return _with_widths(stock_form(source), widths)
+
+
+def narrowed_form(source: DenseModel, widths: list[int]) -> StockModel:
+    """The form of a dense model of a stock class when the MLPs of its blocks will have these widths."""
+    config = plain(source.model.config)
+    setattr(config, present(source.meta_block(0).mlp.spec.width), max(1, *widths))
+    return _with_widths(StockModel(config, source.architecture, {}), widths)
+
+
+def _with_widths(form: StockModel, widths: list[int]) -> StockModel:
+    """A form with descriptions of the layers of MLPs that are narrower than its config says."""
+    empty, layers = form.empty(), {}
+    for index, units in enumerate(widths):
+        layers |= _narrower(form.view(empty, index), max(units, 1))  # one of zeros where all are gone
     return dataclasses.replace(form, layers=layers)
 
 
-def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
-    """Descriptions of the layers of an MLP, where it is narrower than the stock one."""
-    rising, down = read_rising(view)
-    units, width = max(down.weight.shape[1], 1), down.weight.shape[0]  # one of zeros where all are gone
-    sizes = dict.fromkeys(rising, (width, units)) | {view.mlp.spec.down: (units, width)}
+def _narrower(stock: BlockView, units: int) -> dict[str, dict]:
     if units == stock.mlp.hidden:
         return {}
-    biased = {path: stock.module.get_submodule(path).bias is not None for path in sizes}
-    return {
-        f"{view.path}.{path}": {"kind": "linear", "in": into, "out": out, "bias": biased[path]}
-        for path, (into, out) in sizes.items()
-    }
+    spec, found = stock.mlp.spec, {}
+    for path in spec.paths.values():
+        layer = stock.module.get_submodule(path)
+        into, out = (units, stock.width) if path == spec.down else (stock.width, units)
+        biased = layer.bias is not None
+        found[f"{stock.path}.{path}"] = {"kind": "linear", "in": into, "out": out, "bias": biased}
+    return found
 
 
 def write_deci(source: DenseModel, form: StockModel, folder: Path, probe: Probe) -> float:

@@ -20,6 +20,7 @@ from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
 from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
+from ..report.identity import dtype_name
 from ..report.model_card import card_metadata
 from ..report.record import NAME, read_record, records_of
 from ..version import __version__
@@ -27,6 +28,7 @@ from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import StockModel, parameters, plain, stock_form
 from .gguf_blocks import FORMATS as BLOCK_FORMATS
+from .gguf_blocks import ROUNDED
 from .llama_cpp import ARCHS, OF_DECI, OF_LLAMA, check_family, check_own, context_of
 
 
@@ -35,7 +37,7 @@ class Format:
     """One way out."""
 
     form: Callable[[DenseModel], StockModel]
-    write: Callable[..., float]  # of source, form, path, probe; and `quantised`, `tokens` where the format knows them
+    write: Callable[..., float]  # of source, form, path, probe; where it `quantises` also `dtype`, `base`, `tokens`
     what: str
     quantises: bool = False
     context: Callable[..., int | None] = lambda config: None  # of the config: longest window that is computed alike
@@ -88,8 +90,6 @@ It needs no code of rankfold.
 | here, padded with zeros | {exported} |
 """
 GGUF = ".gguf"
-PLAIN = "q8_0"  # the block format whose numbers are rounded one by one; in coarser ones, for what layers receive
-ROUNDED = [name for name in BLOCK_FORMATS if name != PLAIN]
 # What a model is rounded for; a few samples are enough where nothing is chosen by them.
 CALIBRATION: dict[str, Any] = {
     "calibration": DEFAULT_TEXT,
@@ -171,7 +171,10 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     counts = _counts(source, form, record)
     exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
     probe = Probe(source, BLOCK_FORMATS[dtype].tolerance if quantised else exact, chosen.context(form.config))
-    how: dict[str, Any] = {"quantised": quantised} if chosen.quantises else {}
+    how: dict[str, Any] = {}
+    if chosen.quantises:
+        base = records_of(record)[0]["plan"]["model"] if record else source.name
+        how = {"dtype": quantised or dtype_name(source), "base": base}
     if dtype in ROUNDED:
         how["tokens"] = load_calibration(text.pop("calibration"), source, **text)
     with creating(output) as place:

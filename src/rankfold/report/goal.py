@@ -6,9 +6,9 @@ from typing import Any
 
 from .._utils.schema import NUMBER, Maybe
 from .._utils.sizes import parse_size, size_text
-from ..errors import OptionError, option
-from .plan import Plan
+from ..errors import OptionError, check_choice, option
 
+GGUF_DTYPES = ("float32", "bfloat16", "float16", "q8_0", "q5_0", "q4_0")  # of a GGUF file
 RUNS = [{"sparsity": NUMBER, "got": NUMBER}]
 # What a record says of a goal; of most runs, which were given a sparsity, nothing.
 GOAL = {
@@ -17,6 +17,7 @@ GOAL = {
     "predicted": Maybe(NUMBER),
     "got": NUMBER,
     "earlier_runs": RUNS,
+    "dtype": Maybe(str),  # of a file; of all others nothing
     "later_runs": Maybe(RUNS),  # added when the search is over, as are its seconds
     "search_seconds": Maybe(NUMBER),
 }
@@ -27,24 +28,32 @@ class Goal:
     """What was asked for in place of a sparsity.
 
     Attributes:
-        option: ``target_size``, bytes of all weights; or ``keep_quality``, the fraction of the likelihood of a held-out
-            token that is kept: the dense model's perplexity over the compressed one's.
+        option: ``target_size``, bytes of all weights, or of a GGUF file; or ``keep_quality``, the fraction of the
+            likelihood of a held-out token that is kept: the dense model's perplexity over the compressed one's.
         asked: of that.
         predicted: before the run; ``None`` where nothing was measured to predict it by.
         earlier_runs: at other sparsities, each with what it got.
+        dtype: of the GGUF file, one of :data:`GGUF_DTYPES`; ``None``: all weights in the dtype that is written.
     """
 
     option: str
     asked: float
     predicted: float | None = None
     earlier_runs: tuple[dict[str, float], ...] = ()
+    dtype: str | None = None
 
-    def outcome(self, plan: Plan, held_out: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what the record says of it."""
-        got = kept_quality(held_out or {}) if self.option == "keep_quality" else plan.bytes_after
+    def outcome(self, size: int, held_out: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what the record says of it.
+
+        Args:
+            size: bytes of what it asks for.
+            held_out: what was measured on held-out samples.
+        """
+        got = kept_quality(held_out or {}) if self.option == "keep_quality" else size
         return {
             "option": self.option,
             "asked": self.asked,
+            **({"dtype": self.dtype} if self.dtype else {}),
             "predicted": self.predicted,
             "got": got,
             "earlier_runs": [*self.earlier_runs],
@@ -77,7 +86,8 @@ def asked_and_got(record: Mapping[str, Any]) -> str | None:
     if goal is None:
         return None
     if goal["option"] == "target_size":
-        return f"asked for at most {size_text(goal['asked'])} of weights: got {size_text(goal['got'])}"
+        what = f"as a GGUF file in {goal['dtype']}" if goal.get("dtype") else "of weights"
+        return f"asked for at most {size_text(goal['asked'])} {what}: got {size_text(goal['got'])}"
     predicted = "" if goal.get("predicted") is None else f"predicted {goal['predicted']:.4f}, "
     return (
         f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at "
@@ -90,11 +100,17 @@ def goal_of(target_size: int | str | None, keep_quality: float | None) -> Goal |
     checked.
 
     Raises:
-        OptionError: a size that does not parse, or a quality out of range.
+        OptionError: a size or its dtype that does not parse, or a quality out of range.
     """
     if keep_quality is not None:
         check_quality(keep_quality)
-    return None if target_size is None else Goal("target_size", parse_size(target_size))
+    if target_size is None:
+        return None
+    if not isinstance(target_size, str) or ":" not in target_size:
+        return Goal("target_size", parse_size(target_size))
+    size, _, dtype = target_size.partition(":")
+    check_choice(f"dtype of a GGUF file in {option('target_size')}", dtype, GGUF_DTYPES)
+    return Goal("target_size", parse_size(size), dtype=dtype)
 
 
 def check_quality(keep_quality: float) -> None:

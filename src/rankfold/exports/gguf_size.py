@@ -1,0 +1,44 @@
+"""How large the file of ``gguf-deci`` will be of a model whose MLPs are to be narrower, before anything is written."""
+
+from transformers import PreTrainedTokenizerBase
+
+from .._utils.extras import require
+from ..errors import OptionError
+from ..models.dense_model import DenseModel
+from ..report.plan import Plan
+from .deci import narrowed_form
+from .llama_cpp import OF_DECI, check_family
+
+
+def check_sized(source: DenseModel) -> None:
+    """Raise an error unless the file of a model is known before it is compressed.
+
+    Raises:
+        UnsupportedModelError: not of a family that ``gguf-deci`` holds.
+        OptionError: it has no tokenizer, which is a part of the file.
+        MissingPackageError: gguf is not installed.
+    """
+    require("gguf", "the size of a .gguf file")
+    check_family(source, OF_DECI)
+    if not source.processors.has_tokenizer or not isinstance(source.tokenizer, PreTrainedTokenizerBase):
+        raise OptionError(f"a GGUF file holds a tokenizer of transformers, and {source.name} has none; give one")
+
+
+def bytes_of(source: DenseModel, widths: list[int], dtype: str) -> tuple[int, int]:
+    """Return the bytes of a file: of its settings, and of its numbers.
+
+    Args:
+        source: an open dense model that passes :func:`check_sized`.
+        widths: of the MLPs of all blocks.
+        dtype: as for :func:`rankfold.export`.
+    """
+    from .gguf_layout import Layout, file_size
+
+    return file_size(Layout(source, narrowed_form(source, widths), dtype, source.name))
+
+
+def planned_size(source: DenseModel, plan: Plan, dtype: str) -> int:
+    """Return the bytes of the file of what a plan leaves."""
+    full = [view.mlp.hidden for view in source.meta_blocks()]
+    chosen = {row.block: row.rank for row in plan.modules}
+    return sum(bytes_of(source, [chosen.get(block, width) for block, width in enumerate(full)], dtype))
