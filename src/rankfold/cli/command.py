@@ -21,7 +21,7 @@ from .rules import check_rules, flag
 UsageError = typer.TyperException  # what the parser raises
 
 # Whose work several processes share; the first one does the others alone.
-SHARED = ("compress", "recover", "calibrate", "compare")
+SHARED = ("compress", "recover", "calibrate", "compare", "evaluate")
 # They need no library whose messages were to be kept out: transformers takes seconds.
 PRINTING = ("inspect", "methods")
 

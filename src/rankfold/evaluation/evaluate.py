@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .._utils.processes import on_first
 from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_processor, load_tokenizer
 from ..checkpoint.streamed import open_streamed
@@ -31,6 +32,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity on texts, accuracy on tasks, what a model writes, and its cost: whichever is asked for.
 
+    Several processes share the texts, and the questions without pictures; the first does the others alone.
+
     Args:
         model: hub id, folder (dense or compressed), or ``.gguf`` file.
         dtype: ``auto`` (as stored) or a dtype.
@@ -39,7 +42,7 @@ def evaluate(
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "generation": {...}, "cost": {...}}``, the last four
         where asked for; see :meth:`Texts.measure`, :meth:`Questions.measure`, :meth:`Writing.measure` and
-        :meth:`Cost.measure`.
+        :meth:`Cost.measure`. In other processes than the first, generation and cost are ``None``.
 
     Raises:
         OptionError: nothing is asked for; or see the four.
@@ -60,7 +63,7 @@ def evaluate(
         writing.prompts()
     for baseline in {cost and cost.against, writing and writing.baseline} - {None}:
         _check_baseline(str(baseline))
-    dense = _dense_texts(writing, model, dtype, device) if writing and writing.baseline else None
+    dense = on_first(lambda: _dense_texts(writing, model, dtype, device)) if writing and writing.baseline else None
     read = texts.read() if texts else []
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
@@ -71,10 +74,9 @@ def evaluate(
     if questions:
         result["tasks"] = questions.measure(network, tokenizer, processor=lambda: load_processor(model))
     if writing:
-        result["generation"] = writing.measure(network, tokenizer, dense)
+        result["generation"] = on_first(lambda: writing.measure(network, tokenizer, dense))
     if cost:
-        models = {cost.against: load_model(cost.against, dtype=dtype, device=device)} if cost.against else {}
-        result["cost"] = cost.measure(models | {str(model): network})
+        result["cost"] = on_first(lambda: _cost(cost, str(model), network, dtype, device))
     return result
 
 
@@ -98,6 +100,11 @@ def evaluate_text(
     texts = Texts((str(text),), max_length, limit, text_column)
     found = evaluate(model, texts=texts, dtype=dtype, device=device)
     return {"model": found["model"], **found["texts"][0]}
+
+
+def _cost(cost: Cost, name: str, network, dtype: str, device: str) -> dict[str, Any]:
+    models = {cost.against: load_model(cost.against, dtype=dtype, device=device)} if cost.against else {}
+    return cost.measure(models | {name: network})
 
 
 def _check_baseline(name: str) -> None:

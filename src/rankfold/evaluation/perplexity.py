@@ -6,6 +6,7 @@ Shape legend: W windows, T window length, V vocabulary.
 import contextlib
 import math
 import sys
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
 from .._utils.memory import release_memory
+from .._utils.processes import dealt, gather, own_shards
 from .._utils.progress import track
 from .._utils.sizes import plural
 from ..calibration.likelihood import token_losses
@@ -51,27 +53,34 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
-    """Compute the perplexity of a model on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
+    """Compute the perplexity of a model on ``(W, T)`` token ids; see :func:`rankfold.perplexity`.
+
+    Several processes share the batches, and all get the numbers of one.
+    """
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("samples", windows)
     network: Any = model  # with a device, and logits among what it returns
     device, length = network.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
-    total, predicted = 0.0, 0
+    total, predicted = 0.0, 0  # of this process
 
     def so_far() -> str:
-        return f"perplexity {math.exp(min(total / predicted, 700)):.2f}"
+        return f"perplexity {math.exp(min(total / predicted, 700)):.2f}" if predicted else ""
+
+    def nats(batch: Tensor) -> float:
+        nonlocal total, predicted
+        batch = batch.to(device)
+        with context:
+            logits = network(batch, use_cache=False).logits[:, :-1]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+        found = _sum(losses)
+        total, predicted = total + found, predicted + losses.numel()
+        return found
 
     batches = windows.split(max(1, BATCH_TOKENS // length))
     with evaluating(network):
-        for batch in track(batches, "evaluating", note=so_far):
-            batch = batch.to(device)
-            with context:
-                logits = network(batch, use_cache=False).logits[:, :-1]
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
-            total, predicted = total + _sum(losses), predicted + losses.numel()
-    return _described(total, windows)
+        return _described(sum(dealt(nats, track(batches, "evaluating", note=so_far))), windows)
 
 
 @torch.no_grad()
@@ -85,18 +94,25 @@ def streamed_perplexity(source: DenseModel, windows: Tensor, *, autocast: torch.
         What :func:`perplexity` does, ``peak_memory_bytes`` of the process, and ``peak_device_memory_bytes``, ``None``
         of a CPU.
 
-    Cost: the hidden states of all windows stay in memory, ``W T D`` numbers.
+    Cost: the hidden states of the windows of a process stay in memory, ``W T D`` numbers of all together.
     """
     check_ids("samples", windows)
+    batches = windows.split(max(1, BATCH_TOKENS // windows.shape[1]))
+    own = [batches[index] for index in own_shards(len(batches))]
+    sums = gather(_streamed(source, torch.cat(own), autocast) if own else [])
+    return _described(sum(chain.from_iterable(sums)), windows) | {
+        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
+    }
+
+
+def _streamed(source: DenseModel, windows: Tensor, autocast: torch.dtype | None) -> list[float]:
+    """Return the nats of every window."""
     stream, read = start(source, windows, autocast=autocast, most=BATCH_TOKENS), BlockReader(source)
     for index in track(range(len(source)), "evaluating"):
         advance(read(index), stream)
         release_memory()
-    total = sum(_sum(losses) for losses in token_losses(source, windows, stream))
-    return _described(total, windows) | {
-        "peak_memory_bytes": peak_memory_bytes(),
-        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
-    }
+    return [_sum(losses) for losses in token_losses(source, windows, stream)]
 
 
 def _sum(losses: Tensor) -> float:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import math
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from .._utils.extras import require
+from .._utils.processes import from_first, gather, process_count, process_index
 from .._utils.progress import count_steps, without_bars
 from .._utils.reporting import reporting
 from .._utils.sizes import plural
@@ -156,30 +158,44 @@ class Questions:
         others = replace(self, tasks=[task for task in self.tasks if task.partition(":")[0] != SEEN])
         found = others._by_lm_eval(network, tokenizer, autocast) if others.tasks else {}
         file = self._files().get(SEEN, {}).get("test")
-        return found | {SEEN: ask(network, loaded, file, limit=self.limit, batch_size=self.batch_size)}
+        seen = from_first(lambda: ask(network, loaded, file, limit=self.limit, batch_size=self.batch_size))
+        return found | {SEEN: seen}
 
     def _by_lm_eval(self, network, tokenizer, autocast: torch.dtype | None) -> dict[str, dict]:
         import lm_eval
 
         with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
             loaded = self._load(Path(scratch))
+            leaves = {name: self._leaves(loaded, name) for name in self.examples}
+            if process_count() > min(self._asked(task) for tasks in leaves.values() for task in tasks):
+                return from_first(lambda: self._by_lm_eval(network, tokenizer, autocast))
             for name, examples in self.examples.items():
-                for task in self._leaves(loaded, name):
+                for task in leaves[name]:
                     _set_examples(task, examples)
             scorer = _scorer(network, tokenizer, self.batch_size, autocast, ", ".join(self.examples))
             samples = "scienceqa" in loaded["tasks"]
             result: Any = lm_eval.evaluate(
                 scorer, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=samples
             )
-            parts = {part for name in self.examples if name in OWN for part in LOCAL[name].parts}
-            found = {name: _plain(name, result, scorer.cut) for name in result["results"] if name not in parts}
-        if scorer.cut:
+            cut = sum(gather(scorer.cut), Counter())
+            found = from_first(lambda: self._found(result, cut))  # of which lm-eval tells the first process only
+        if cut:
             log.warning(
                 "the model takes %d tokens: the beginning was cut off from %s (%s), which are longer with an answer",
                 scorer.max_length,
-                plural(scorer.cut.total(), "prompt"),
-                ", ".join(scorer.cut),
+                plural(cut.total(), "prompt"),
+                ", ".join(cut),
             )
+        return found
+
+    def _asked(self, task) -> int:
+        """Return how many questions of one of lm-eval's tasks are asked."""
+        return min(len(task.eval_docs), self.limit or sys.maxsize)
+
+    def _found(self, result: dict, cut: Counter[str]) -> dict[str, dict]:
+        """Return what lm-eval computed, by task."""
+        parts = {part for name in self.examples if name in OWN for part in LOCAL[name].parts}
+        found = {name: _plain(name, result, cut) for name in result["results"] if name not in parts}
         if "scienceqa" in found:
             found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
         return found
@@ -266,12 +282,24 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
 
     class Scorer(base):
         """lm-eval's own, but it shows how far it is, counts what it cuts, and a score that is no number stops it: it
-        would count as a wrong answer, or as a right one."""
+        would count as a wrong answer, or as a right one. Processes share the questions."""
 
         def __init__(self, **options):
             super().__init__(**options)
             self.asked: list[str] = []  # the task of every request
             self.cut: Counter[str] = Counter()  # task -> prompts that are longer than the model's context
+            self._rank, self._world_size = process_index(), process_count()
+
+        def all_gather(self, tensor):
+            """What lm-eval asks to give all processes equally many questions, which ours need not have."""
+            return tensor.expand(self.world_size)
+
+        def gather_object(self, obj, dst=0):
+            """The numbers of all questions in their order, as of one process: errors are drawn by it."""
+            return [_in_turn(gather(obj))]
+
+        def barrier(self):
+            pass
 
         def loglikelihood(self, requests, *args, **options):
             self.asked = [request.task_name for request in requests]
@@ -311,6 +339,13 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
         batch_size=batch_size,
         mixed_precision_dtype=autocast,
     )
+
+
+def _in_turn(found: list[Any]) -> Any:
+    """Return one list out of those of all processes, which take questions in turn; of dicts, under every key."""
+    if isinstance(found[0], dict):
+        return {key: _in_turn([one[key] for one in found]) for key in found[0]}
+    return [found[place % len(found)][place // len(found)] for place in range(sum(map(len, found)))]
 
 
 def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
