@@ -115,3 +115,26 @@ def test_an_error_of_one_process_is_one_line_and_the_exit_code_of_all(place):
     assert [text for text in err.splitlines() if text.startswith("rankfold: ")] == [
         "rankfold: the second process fails"
     ]
+
+
+def test_processes_share_what_a_comparison_measures(place):
+    def compared(count: int) -> list[dict]:
+        output = place / f"compared-{count}"
+        line = ["compare", str(place / "model"), "-o", str(output), "--methods", "modegpt:rank_multiple=2"]
+        line += ["--sparsities", "0.3", "--calibration", str(place / "text.txt"), "--num-samples", "8"]
+        line += ["--max-length", "32", "--shards", "2", "--text", str(place / "text.txt"), "--text-length", str(LENGTH)]
+        line += ["--tasks", "piqa", "--include-path", str(place), "--generation", "--device", "cpu"]
+        codes, _, err = run(count, COUNTS, *line, folder=place / f"compares-{count}")
+        assert codes == [0] * count, err
+        shares.append([int(text) for text in err.splitlines() if text.isdecimal()])
+        return [json.loads(row) for row in (output / "results.jsonl").read_text().splitlines()]
+
+    shares: list[list[int]] = []
+    one, two = (compared(count) for count in (1, 2))
+    assert len(one) == len(two) == 2 and sum(shares[0]) == sum(shares[1]) and all(shares[1])
+    for alone, together in zip(one, two, strict=True):
+        assert alone["status"] == together["status"] == "done"
+        for mine, theirs in zip(alone["measures"]["texts"], together["measures"]["texts"], strict=True):
+            assert mine["perplexity"] == theirs["perplexity"]
+        assert together["measures"]["generation"] == alone["measures"]["generation"]
+        assert together["measures"]["tasks"]["piqa"]["acc"] == alone["measures"]["tasks"]["piqa"]["acc"]

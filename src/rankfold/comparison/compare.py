@@ -112,13 +112,12 @@ def compare(
                 write_report(folder.path, folder.config(), folder.rows())
             return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
 
-        def take_dense() -> None:
-            row = work.dense_row() | {"common_texts": common}
+        def take_dense(row: dict) -> None:
             folder.keep(DENSE, judged(row, row))
             on_row(folder.row(DENSE))
 
         if DENSE not in done:
-            on_first(take_dense)
+            on_first(partial(take_dense, work.dense_row() | {"common_texts": common}))
         for cell in track([cell for cell in cells if cell.key not in done], "comparing"):
             error = impossible.get(cell.key)
             row = _failed(cell, error) if error else work.run(cell)
@@ -208,7 +207,7 @@ class CellRunner:
             moments = self.moments() if self._shares(cell) else None
             tokens = None if moments else self.tokens
             pipeline.compress(self.source, cell.method, tokens, path, moments=moments, mode=cell.mode)
-        return on_first(lambda: self._row_of(cell, path)) or {}  # the first process measures, and keeps the row
+        return self._row_of(cell, path)
 
     def _row_of(self, cell: Cell, path: Path) -> dict:
         record = read_record(path)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from .._utils.processes import from_first
 from ..data.batches import digest_of
 from ..data.calibration_data import shown
 from ..data.text import Text, named_column
@@ -29,7 +30,10 @@ class Measure(Protocol):
         ...
 
     def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict | list:
-        """The numbers of ``model``; JSON. ``dense()`` gives the dense model, to measure beside it."""
+        """The numbers of ``model``; JSON. ``dense()`` gives the dense model, to measure beside it.
+
+        All processes call this; those that share it, and those for which the first measures alone, get the same.
+        """
         ...
 
 
@@ -148,6 +152,9 @@ class Generations:
         return found if folder is None or LAST_WORD not in self.kinds else found | {"folder": shown(folder)}
 
     def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
+        return from_first(lambda: self._measured(model, dense))
+
+    def _measured(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
         tokenizer = self.source.tokenizer
         if self._dense is None:
             self._dense = self.writing.free_text(dense(), tokenizer)
@@ -170,6 +177,9 @@ class Speed:
         return self.options
 
     def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
+        return from_first(lambda: self._measured(model, dense))
+
+    def _measured(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
         self._dense = self._dense or dense()
         models = {DENSE: self._dense} | ({} if model is self._dense else {COMPRESSED: model})
         found = speed(models, **self.options)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .._utils.processes import on_first
+from .._utils.processes import from_first
 from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_processor, load_tokenizer
 from ..checkpoint.streamed import open_streamed
@@ -42,7 +42,7 @@ def evaluate(
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "generation": {...}, "cost": {...}}``, the last four
         where asked for; see :meth:`Texts.measure`, :meth:`Questions.measure`, :meth:`Writing.measure` and
-        :meth:`Cost.measure`. In other processes than the first, generation and cost are ``None``.
+        :meth:`Cost.measure`.
 
     Raises:
         OptionError: nothing is asked for; or see the four.
@@ -63,7 +63,7 @@ def evaluate(
         writing.prompts()
     for baseline in {cost and cost.against, writing and writing.baseline} - {None}:
         _check_baseline(str(baseline))
-    dense = on_first(lambda: _dense_texts(writing, model, dtype, device)) if writing and writing.baseline else None
+    dense = from_first(lambda: _dense_texts(writing, model, dtype, device)) if writing and writing.baseline else None
     read = texts.read() if texts else []
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
@@ -74,9 +74,9 @@ def evaluate(
     if questions:
         result["tasks"] = questions.measure(network, tokenizer, processor=lambda: load_processor(model))
     if writing:
-        result["generation"] = on_first(lambda: writing.measure(network, tokenizer, dense))
+        result["generation"] = from_first(lambda: writing.measure(network, tokenizer, dense))
     if cost:
-        result["cost"] = on_first(lambda: _cost(cost, str(model), network, dtype, device))
+        result["cost"] = from_first(lambda: _cost(cost, str(model), network, dtype, device))
     return result
 
 
