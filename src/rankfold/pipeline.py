@@ -61,7 +61,7 @@ from .data.tokens import check_fits, say_if_few
 from .errors import OptionError, check_choice, option
 from .exports.gguf_size import planned_size
 from .methods import BlockResult, Method
-from .models.auto_classes import auto_class
+from .models.auto_classes import auto_class_name
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel
 from .report.goal import Goal
@@ -317,8 +317,7 @@ class CompressionRun:
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}
         name, before = (folder.output.name, from_first(lambda: folder.earlier)) if folder else (source.name, None)
         record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
-        auto = auto_class(source.model.config, type(source.model).__name__).__name__
-        card = model_card(record, name, stock=described(config) is None, auto=auto)
+        card = model_card(record, name, stock=described(config) is None, auto=auto_class_name(source.model))
         with together():
             return self.writer.finish(config, card, record, the_plan)
 

@@ -17,7 +17,7 @@ from rankfold.modules import LatentLinear
 from saved import assert_reloads
 
 NOT_ALONE = ("query_key_value", "qkv_proj", "c_attn")  # several projections as one layer
-ADJACENT = {"cohere", "cohere2", "glm"}  # their queries and keys are stored in another order of dimensions
+GPTJ_ROPE = {"cohere", "cohere2", "glm"}  # their queries and keys are stored in another order of dimensions
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -91,7 +91,7 @@ def test_layers_project_what_they_send_on_its_components(run, family):
         if (
             not isinstance(latent, LatentLinear)
             or last in NOT_ALONE
-            or (family in ADJACENT and last in ("q_proj", "k_proj"))
+            or (family in GPTJ_ROPE and last in ("q_proj", "k_proj"))
         ):
             continue
         P, mean = components(sent[name], latent.rank)

@@ -24,7 +24,7 @@ FREE = {"opt", "opt-post-norm", "gpt2", "gpt_neo", "falcon-alibi", "bloom", "mpt
 STILL = {("smollm3", 1), ("cohere2", 2), ("exaone4", 2)}  # nor do these blocks
 HALF = ("phi", "gpt_neox", "glm", "glm4", "stablelm", "stablelm-parallel", "nemotron")
 ROTARY = dict.fromkeys((*HALF, "gptj"), 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
-ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4", "gptj"}
+GPTJ_ROPE = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4", "gptj"}
 SCALE = {
     "gemma2": 256,
     "gemma3": 256,
@@ -424,7 +424,7 @@ def scores_without_rotary_embedding_are_the_best_of_their_rank(block):
 
 def pairs_of(block: Block, scores: Tensor) -> list[tuple[int, int]]:
     """Dimensions that turn together; of the others the best two, the next two, and so on."""
-    rotary, adjacent = turning(block), block.family in ADJACENT
+    rotary, adjacent = turning(block), block.family in GPTJ_ROPE
     free = sorted(range(rotary, len(scores)), key=lambda i: -scores[i])
     turn = [(2 * p, 2 * p + 1) if adjacent else (p, p + rotary // 2) for p in range(rotary // 2)]
     return turn + list(zip(free[::2], free[1::2], strict=True))

@@ -13,10 +13,11 @@ import torch
 import rankfold
 from families import tokens
 from rankfold.checkpoint.load import load_tokenizer
-from saved import save_tiny, save_tokenizer_over_characters
+from saved import save_text, save_tiny, save_tokenizer_over_characters
 
 pytestmark = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="no llama.cpp here: pip install xllamacpp")
 
+SHORT = {"num_samples": 8, "max_length": 32, "device": "cpu"}
 TEXTS = ("The class of integers", "if x is 12 + 345 then:\n\tit's <s>")
 SERVE = """
 import json, sys, urllib.request
@@ -83,9 +84,27 @@ def assert_same_tokens(kind, shape, tmp_path):
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, **shape)
     rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")
-    rankfold.export(tmp_path / "small", tmp_path / "x.gguf", kind, dtype="float32")
-    ids, written = in_llama_cpp(tmp_path / "x.gguf", 24)
-    tokenizer, model = load_tokenizer(tmp_path / "small"), rankfold.load(tmp_path / "small", device="cpu")
+    assert_export_writes_the_same(tmp_path / "small", kind, tmp_path / "x.gguf")
+
+
+def test_llama_cpp_writes_the_same_tokens_of_a_recovered_model(tmp_path):
+    save_tiny(tmp_path / "model", blocks=3)
+    save_text(tmp_path / "text.txt")
+    text = str(tmp_path / "text.txt")
+    method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
+    rankfold.compress(tmp_path / "model", method=method, calibration=text, output=tmp_path / "small", **SHORT)
+    better = tmp_path / "better"
+    how = {"tune": "all", "tokens": 4096, "lr": 3e-3, "max_length": 32}
+    result = rankfold.recover(tmp_path / "small", tmp_path / "model", calibration=text, output=better, **how)
+    assert result.record["recovery"]["recovered"]
+    assert not torch.equal(*(rankfold.load(f, device="cpu").model.norm.weight for f in (better, tmp_path / "small")))
+    assert_export_writes_the_same(better, "gguf-deci", tmp_path / "x.gguf")
+
+
+def assert_export_writes_the_same(small, kind, file):
+    rankfold.export(small, file, kind, dtype="float32")
+    ids, written = in_llama_cpp(file, 24)
+    tokenizer, model = load_tokenizer(small), rankfold.load(small, device="cpu")
     assert ids == [tokenizer(text).input_ids for text in TEXTS]
     greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     for prompt, found in zip(ids, written, strict=True):

@@ -3,7 +3,7 @@ and Qwen3's attention. ERNIE 4.5 MoE: such experts without groups, and the atten
 
 from dataclasses import replace
 
-from .llama import ADJACENT, LLAMA
+from .llama import GPTJ_ROPE, LLAMA
 from .qwen import QWEN3
 from .spec import AttentionSpec, ExpertsSpec, MLPSpec
 
@@ -35,7 +35,7 @@ ARCHITECTURES = (
     replace(
         LLAMA,
         model_type="ernie4_5_moe",
-        attention=ADJACENT,
+        attention=GPTJ_ROPE,
         experts=replace(EXPERTS, count="num_experts", groups=None),
     ),
 )

@@ -13,7 +13,7 @@ LLAMA = Architecture(
 )
 STATE = "it has a state in place of keys and values"
 MAMBA = mixer("mamba", STATE)
-ADJACENT = replace(LLAMA.attention, rope_style="gptj")
+GPTJ_ROPE = replace(LLAMA.attention, rope_style="gptj")
 GRANITE = replace(LLAMA, model_type="granite", is_plain_residual=False)  # a factor stands behind each half of its block
 GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
 GRANITE_SHARED = MLPSpec(
@@ -31,8 +31,8 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="mixtral", mlp=None, experts=ExpertsSpec(width="intermediate_size")),
     replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
     replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, applies_rope="use_rope")),
-    replace(LLAMA, model_type="ernie4_5", attention=ADJACENT),
-    replace(LLAMA, model_type="helium", attention=replace(ADJACENT, width=None)),  # its output projection is square
+    replace(LLAMA, model_type="ernie4_5", attention=GPTJ_ROPE),
+    replace(LLAMA, model_type="helium", attention=replace(GPTJ_ROPE, width=None)),  # its output projection is square
     GRANITE,
     replace(GRANITE, model_type="granitemoe", mlp=None, experts=GRANITE_EXPERTS),
     replace(  # Mamba 2 in most blocks

@@ -16,7 +16,7 @@ from ..compression.verify import TOLERANCE, Probe
 from ..data.built_in import DEFAULT_TEXT
 from ..data.load import load_calibration
 from ..errors import OptionError, UnsupportedModelError, check_choice, option
-from ..models.auto_classes import auto_class
+from ..models.auto_classes import auto_class_name
 from ..models.dense_model import DenseModel
 from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
@@ -191,7 +191,7 @@ def _card(done: Exported, source: DenseModel, record: dict[str, Any] | None) -> 
     made = record or (config.quantization_config.fields if described(config) else {})
     base = made.get("base_model", source.name)
     return CARD.format(
-        metadata=card_metadata(base, [], auto=auto_class(config, type(source.model).__name__).__name__),
+        metadata=card_metadata(base, [], auto=auto_class_name(source.model)),
         base=base,
         method=made.get("method", "no method"),
         title=done.output.name,

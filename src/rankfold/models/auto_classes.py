@@ -3,7 +3,7 @@
 from typing import Any
 
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from ..architectures import family_of
 from ..errors import UnsupportedModelError
@@ -13,6 +13,11 @@ HEADS = (
     *("ImageTextToText", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),
     *("MultipleChoice", "NextSentencePrediction", "PreTraining", "ImageClassification", "MaskedImageModeling"),
 )
+
+
+def auto_class_name(model: PreTrainedModel) -> str:
+    """The name of the Auto class that gives the class of a model."""
+    return auto_class(model.config, type(model).__name__).__name__
 
 
 def auto_class(config, name: str | None = None):

@@ -31,7 +31,7 @@ from ..data.built_in import DEFAULT_TEXT
 from ..data.calibration_data import CalibrationData, shown
 from ..data.load import named
 from ..data.probes import Probes
-from ..models.auto_classes import auto_class
+from ..models.auto_classes import auto_class_name
 from ..models.dense_model import DenseModel
 from ..report.model_card import model_card
 from ..report.record import NAME
@@ -312,5 +312,5 @@ def _describe(config, texts: dict[str, CalibrationData], record: dict) -> None:
 
 
 def _card(student: PreTrainedModel, record: dict, output: Path) -> str:
-    auto = auto_class(student.config, type(student).__name__).__name__
+    auto = auto_class_name(student)
     return model_card(record, output.name, stock=described(student.config) is None, auto=auto)

@@ -93,7 +93,7 @@ class BasisSharing(SVDLLM):
         for view, moments in members:
             dense, summands = dense_projections(self, view), {}
             for module in self.sharing(view):
-                W, centred = dense[module].weight.double(), self.centres(dense[module])
+                W, centred = dense[module].weight.double(), self.refits_bias(dense[module])
                 moment = moments[INPUTS[module]]
                 summands[f"{module}_weights"] = W.T @ W
                 summands[_pooled(INPUTS[module], centred)] = moment.covariance() if centred else moment.second_moment()

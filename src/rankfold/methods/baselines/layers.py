@@ -41,8 +41,8 @@ def fit_layers(
     lower = {module: rank for module, rank in ranks.items() if rank < layout[module].full}
     full = {module: layout[module].full for module in ranks if module not in lower}
     result.reports.update({module: Report(rank, rank, "dense", 0.0).to_dict() for module, rank in full.items()})
-    inputs = {c: prepare(method, moments, statistic, centred=c) for c in {method.centres(dense[m]) for m in lower}}
-    fits = {m: fit(layout[m], dense[m], inputs[method.centres(dense[m])], rank) for m, rank in lower.items()}
+    inputs = {c: prepare(method, moments, statistic, centred=c) for c in {method.refits_bias(dense[m]) for m in lower}}
+    fits = {m: fit(layout[m], dense[m], inputs[method.refits_bias(dense[m])], rank) for m, rank in lower.items()}
     latents, reports, errors = store_all(layout, fits, dense, moments)
     result.reports.update({module: report.to_dict() for module, report in reports.items()})
     result.errors.update(errors)

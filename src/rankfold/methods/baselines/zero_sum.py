@@ -38,7 +38,7 @@ class ZSSVD(SVDLLM):
     def gradients(self, view: BlockView) -> set[str]:
         projections, found = dense_projections(self, view), set()
         for module in self.supported_modules(view.architecture, view):
-            kinds = ("weight", "bias") if self.centres(projections[module]) else ("weight",)
+            kinds = ("weight", "bias") if self.refits_bias(projections[module]) else ("weight",)
             found |= {f"{stored_rows(view, module)[0]}_{kind}_gradient" for kind in kinds}
         return found
 
@@ -51,7 +51,7 @@ class ZSSVD(SVDLLM):
         for module in self.supported_modules(view.architecture, view):
             dense, (layer, rows) = projections[module], stored_rows(view, module)
             gradient = moments[f"{layer}_weight_gradient"]
-            given = prepare(self, moments, INPUTS[module], centred=self.centres(dense))
+            given = prepare(self, moments, INPUTS[module], centred=self.refits_bias(dense))
             G = gradient.total.double()[rows] / gradient.count
             if given.centred:
                 of_bias = moments[f"{layer}_bias_gradient"]

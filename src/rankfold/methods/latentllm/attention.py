@@ -50,7 +50,7 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
 def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
     """Unrounded factors of every module: joint where the method says so, local otherwise."""
     joint, fits, given = method.joint_forms(view), {}, inputs_of(method, moments, column_weights(method, view, moments))
-    centred = {m: method.centres(projection) for m, projection in dense.items()}
+    centred = {m: method.refits_bias(projection) for m, projection in dense.items()}
     if "qk" in joint and {"q", "k"} <= ranks.keys():
         fits |= _joint_qk(view, given("q", centred["q"]), moments, ranks, layout, dense)
     if "vo" in joint and {"v", "o"} <= ranks.keys():

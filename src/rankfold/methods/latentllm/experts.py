@@ -64,7 +64,7 @@ def _latent(method, slot: Slot, routed: RoutedTokens, expert: int, rank: int) ->
     dense = _of(routed.experts, slot.name, expert)
     seen = routed.input_moment(expert) if slot.name == EXPERTS[0] else routed.moment(expert)
     moments = {slot.name: seen.moment}
-    given = prepare(method, moments, slot.name, centred=method.centres(dense))
+    given = prepare(method, moments, slot.name, centred=method.refits_bias(dense))
     fits = {slot.name: local(slot, dense, given, rank)}
     latents, reports, _ = store_all({slot.name: slot}, fits, {slot.name: dense}, moments)
     W, centre = dense.weight.double(), given.mean if given.centred else None

@@ -183,7 +183,7 @@ def slots(method, view: BlockView) -> dict[str, Slot]:
         copies.update(dict.fromkeys(EXPERTS, experts.count))
 
     def slot(name: str, dense: Dense) -> Slot:
-        has, gets = dense.bias is not None, method.centres(dense)
+        has, gets = dense.bias is not None, method.refits_bias(dense)
         out, wide = dense.weight.shape
         counts = heads.get(name, 1), copies.get(name, 1)
         return Slot(method, name, out, wide, has or gets, gets and not has, *counts, name in identities)

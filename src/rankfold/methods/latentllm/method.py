@@ -181,7 +181,7 @@ class LatentLLM(NarrowingMethod):
         """Whether what it reads is measured of experts."""
         return self.precondition not in (FISHER, "l1") and not self.features
 
-    def centres(self, dense: Dense) -> bool:
+    def refits_bias(self, dense: Dense) -> bool:
         """Whether the bias of a projection takes the mean of what is lost."""
         return self.bias_refit and (self.features or dense.bias is not None)
 

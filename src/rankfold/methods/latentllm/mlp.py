@@ -25,7 +25,7 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
     result = BlockResult()
     for modules in _together(method, view, ranks):
         given = inputs_of(method, moments, weights)
-        fits = {m: local(layout[m], dense[m], given(m, method.centres(dense[m])), ranks[m]) for m in modules}
+        fits = {m: local(layout[m], dense[m], given(m, method.refits_bias(dense[m])), ranks[m]) for m in modules}
         del given  # it keeps what it has prepared
         if len(modules) > 1 and "down" in modules:
             fits = _joint(method, moments, fits, layout, dense)
