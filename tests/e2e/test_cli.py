@@ -562,6 +562,9 @@ def test_export_prints_counts(even, run):
     first, second, _ = out.splitlines()  # the third: what keeps all of the saving
     assert re.fullmatch(r"printed: parameters [\d,]+ dense, [\d,]+ compressed, [\d,]+ exported", first)
     assert re.fullmatch(r"\d+% of the saving kept; read back, its logits differ by \S+ of their norm", second)
+    code, out, err = run("export model -o dense.gguf --format gguf")
+    assert code in (0, None), err
+    assert re.fullmatch(r"dense.gguf: [\d,]+ parameters, of a dense model; read back, its logits .* norm\n", out)
     code, _, err = run("export model -o not")
     assert code == 2 and err == "rankfold: model is a stock model already, nothing is to be exported: use it as it is\n"
 

@@ -17,7 +17,7 @@ from rankfold.calibration.observers import LayerInput
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.exports.gguf_blocks import packed
 from rankfold.linalg.block_rounding import round_to_blocks, rounding_order
-from saved import save_tiny, save_tokenizer_over_characters
+from saved import save_gguf, save_tiny, save_tokenizer_over_characters
 from versions import needs
 
 GROUP = 32  # of Q8_0
@@ -65,6 +65,22 @@ def test_transformers_reads_it_and_computes_the_same(place, tmp_path, dtype, tol
     expected = logits(rankfold.load(place / "small", device="cpu"))
     assert ((logits(model) - expected).norm() / expected.norm()).item() < tolerance
     assert sum(p.numel() for p in model.parameters()) == result.exported < result.dense
+
+
+def test_a_dense_model_is_exported_from_a_folder_and_from_a_file_whose_numbers_are_rounded_once(tmp_path):
+    save_tiny(tmp_path / "model", blocks=2)
+    save_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    for name in ("model", "model.gguf"):
+        result = rankfold.export(tmp_path / name, tmp_path / f"{name}-q8", "gguf", dtype="q8_0")
+        assert result.dense == result.compressed == result.exported and result.kept == 1
+    before, after = (gguf.GGUFReader(tmp_path / name) for name in ("model.gguf", "model.gguf-q8"))
+    numbers = {tensor.name: tensor for tensor in after.tensors}
+    of_blocks = [tensor for tensor in before.tensors if tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0]
+    assert len(of_blocks) > 10
+    for tensor in of_blocks:  # they stay as they are
+        assert (tensor.data == numbers[tensor.name].data).all(), tensor.name
+    with pytest.raises(OptionError, match="model.gguf is a stock model already, nothing is to be exported"):
+        rankfold.export(tmp_path / "model.gguf", tmp_path / "stock")
 
 
 def test_matrices_are_in_the_dtype_and_vectors_in_fp32(place, tmp_path):

@@ -17,7 +17,11 @@ TEXTS = [DEFAULT_TEXT]
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.", rich_help_panel="Model")
+        str,
+        typer.Argument(
+            help="Folder that `rankfold compress` wrote, or its hub id; for GGUF and deci also a dense model.",
+            rich_help_panel="Model",
+        ),
     ],
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder or file to write; must not exist.")],
     format: Annotated[
@@ -46,6 +50,7 @@ def command(
     rankfold export small -o stock
     rankfold export small -o small.gguf --format gguf --dtype q8_0
     rankfold export small -o small.gguf --format gguf-deci --dtype q4_0 --calibration c4
+    rankfold export dense.gguf -o q4.gguf --format gguf --dtype q4_0
     """
     from ..exports import export
 
@@ -63,13 +68,15 @@ def command(
     }
 
     def show(out) -> None:
+        read_back = f"read back, its logits differ by {done.difference:.1e} of their norm"
+        if done.dense == done.compressed:
+            out.print(f"{done.output}: {done.exported:,} parameters, of a dense model; {read_back}")
+            return
         out.print(
             f"{done.output}: parameters {done.dense:,} dense, {done.compressed:,} compressed, "
             f"{done.exported:,} exported"
         )
-        out.print(
-            f"{done.kept:.0%} of the saving kept; read back, its logits differ by {done.difference:.1e} of their norm"
-        )
+        out.print(f"{done.kept:.0%} of the saving kept; {read_back}")
         show_kept(done.kept, done.exported, done.format, Path(checkpoint).expanduser(), out)
 
     c.emit(result, json, show)

@@ -126,7 +126,8 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     """Write a compressed checkpoint in another form, padded with zeros as little as that form allows.
 
     Args:
-        model: hub id or folder that `rankfold compress` wrote.
+        model: hub id or folder that `rankfold compress` wrote; for GGUF files and ``deci`` also a dense model, as hub
+            id, folder or ``.gguf`` file.
         output: folder or file to write; must not exist. It gets its name when it has been read back and computes what
             the compressed model computes.
         format: one of :data:`FORMATS`.
@@ -163,7 +164,8 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         )
     check_output(output)
     folder, _ = resolve_model(model)
-    source = open_compressed(folder, dtype="auto" if quantised else dtype)
+    # Numbers of a file become those of its blocks, not of bfloat16 in between.
+    source = open_compressed(folder, dtype=dtype if not quantised else "float32" if folder.is_file() else "auto")
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)
