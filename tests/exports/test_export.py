@@ -266,7 +266,7 @@ def test_an_unknown_format_and_an_output_that_is_there_are_refused(tmp_path):
         rankfold.export(tmp_path, tmp_path / "x", "stok")
     with pytest.raises(CheckpointError, match="exists already"):
         rankfold.export(tmp_path, tmp_path)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="x.gguf cannot be read as GGUF"):
         (tmp_path / "x.gguf").write_bytes(b"GGUF")
         rankfold.export(tmp_path / "x.gguf", tmp_path / "y")
 
