@@ -35,7 +35,7 @@ from .data.mixing import planned_samples
 from .errors import OptionError, check_choice, option
 from .evaluation import perplexity as evaluation
 from .evaluation.evaluate import evaluate_text
-from .exports import Exported
+from .exports import Exported, RoundingText
 from .methods import Method, make_method, method_class
 from .models.dense_model import DenseModel
 from .models.devices import resolve_dtype
@@ -310,15 +310,9 @@ def export(
     Raises:
         OptionError, DataError, UnsupportedModelError, CheckpointError: see :func:`rankfold.exports.export`.
     """
-    text: dict[str, Any] = {
-        "calibration": calibration,
-        "num_samples": num_samples,
-        "max_length": max_length,
-        "seed": seed,
-        "text_column": text_column,
-    }
+    text = RoundingText(calibration, num_samples, max_length, seed, text_column)
     with _in_folder(model, tokenizer) as folder:
-        return exports.export(folder, output, format, dtype=dtype, **text)
+        return exports.export(folder, output, format, dtype=dtype, text=text)
 
 
 @typed

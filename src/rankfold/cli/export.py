@@ -52,13 +52,12 @@ def command(
     rankfold export small -o small.gguf --format gguf-deci --dtype q4_0 --calibration c4
     rankfold export dense.gguf -o q4.gguf --format gguf --dtype q4_0
     """
-    from ..exports import export
-
-    checkpoint = o.at_revision(checkpoint, revision)
+    from ..exports import RoundingText, export
 
     texts = DEFAULT_TEXT if calibration == TEXTS else parse_texts(calibration)
-    text = {"calibration": texts, "num_samples": num_samples, "max_length": max_length}
-    done = export(checkpoint, output, format, dtype=dtype, seed=seed, text_column=text_column, **text)
+    text = RoundingText(texts, num_samples, max_length, seed, text_column)
+    checkpoint = o.at_revision(checkpoint, revision)
+    done = export(checkpoint, output, format, dtype=dtype, text=text)
     result = {
         "output": str(done.output),
         "format": done.format,

@@ -1,7 +1,7 @@
 """A compressed checkpoint in a form that needs no code of rankfold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
 from ..data.built_in import DEFAULT_TEXT
+from ..data.calibration_data import CalibrationData
 from ..data.load import load_calibration
 from ..errors import OptionError, UnsupportedModelError, check_choice, option
 from ..models.auto_classes import auto_class_name
@@ -90,14 +91,40 @@ It needs no code of rankfold.
 | here, padded with zeros | {exported} |
 """
 GGUF = ".gguf"
-# What a model is rounded for; a few samples are enough where nothing is chosen by them.
-CALIBRATION: dict[str, Any] = {
-    "calibration": DEFAULT_TEXT,
-    "num_samples": 32,
-    "max_length": 2048,
-    "seed": 0,
-    "text_column": "text",
-}
+
+
+@dataclass(frozen=True)
+class RoundingText:
+    """What ``q5_0`` and ``q4_0`` are rounded for; a few samples are enough where nothing is chosen by them.
+
+    Args:
+        calibration: text; see :func:`rankfold.data.load_calibration`, which has the other arguments too.
+    """
+
+    calibration: Any = DEFAULT_TEXT
+    num_samples: int = 32
+    max_length: int = 2048
+    seed: int = 0
+    text_column: str = "text"
+
+    def given(self) -> list[str]:
+        """Names of what is not as by default."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return [name for name, (mine, plain) in values.items() if type(mine) is not type(plain) or mine != plain]
+
+    def load(self, source: DenseModel) -> CalibrationData:
+        """Read and tokenise it."""
+        return load_calibration(
+            self.calibration,
+            source,
+            num_samples=self.num_samples,
+            max_length=self.max_length,
+            seed=self.seed,
+            text_column=self.text_column,
+        )
+
+
+AS_BY_DEFAULT = RoundingText()
 
 
 @dataclass(frozen=True)
@@ -122,7 +149,14 @@ class Exported:
         return (self.dense - self.exported) / (self.dense - self.compressed) if self.dense > self.compressed else 1.0
 
 
-def export(model: str | Path, output: str | Path, format: str = "stock", *, dtype: str = "auto", **text) -> Exported:
+def export(
+    model: str | Path,
+    output: str | Path,
+    format: str = "stock",
+    *,
+    dtype: str = "auto",
+    text: RoundingText = AS_BY_DEFAULT,
+) -> Exported:
     """Write a compressed checkpoint in another form, padded with zeros as little as that form allows.
 
     Args:
@@ -133,8 +167,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         format: one of :data:`FORMATS`.
         dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
             ``q8_0``, ``q5_0`` and ``q4_0``.
-        text: what ``q5_0`` and ``q4_0`` are rounded for, see :data:`CALIBRATION` and
-            :func:`rankfold.data.load_calibration`.
+        text: what ``q5_0`` and ``q4_0`` are rounded for.
 
     Raises:
         OptionError: an unknown format, a model that has that form already, or text where nothing is rounded for it.
@@ -153,10 +186,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         raise OptionError(f"format {format} has no dtype {dtype}; choose auto, float32, bfloat16 or float16")
     if not quantised:
         resolve_dtype(dtype, BLOCK_FORMATS if chosen.quantises else ())
-    text = CALIBRATION | text
-    given = [
-        name for name in text if type(text[name]) is not type(CALIBRATION[name]) or text[name] != CALIBRATION[name]
-    ]
+    given = text.given()
     if dtype not in ROUNDED and given:
         raise OptionError(
             f"{' and '.join(map(option, given))} would have no effect: of dtypes only {' and '.join(ROUNDED)} are "
@@ -178,7 +208,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         base = records_of(record)[0]["plan"]["model"] if record else source.name
         how = {"dtype": quantised or dtype_name(source), "base": base}
     if dtype in ROUNDED:
-        how["tokens"] = load_calibration(text.pop("calibration"), source, **text)
+        how["tokens"] = text.load(source)
     with creating(output) as place:
         difference = chosen.write(source, form, place, probe, **how)
         done = Exported(output, format, *counts, difference)
