@@ -50,7 +50,8 @@ SHARED = {
     "--set": METHOD_OPTIONS,
     "--method": ["modegpt", "latentllm", "svd", "zs-svd", "sleb", "svdd", ""],
     "--target": ["transformers", "vllm", "llama.cpp", "stock", "onnx", ""],
-    "--target-size": ["100KB", "1 MiB", "0", "-1MB", "nanMB", "1e400", "4", "MB", "x", ""],
+    "--target-size": ["100KB", "1 MiB", "0", "-1MB", "nanMB", "1e400", "4", "MB", "x", ""]
+    + ["110kB:float16", "1MB:q9", "1MB:", ":q4_0", "4:4:q8_0", "1:q4_0"],
     "--keep-quality": NUMBERS,
     "--config": ["small/rankfold.json", "small", "model/config.json", "text.txt", "nowhere.json", ""],
     "--revision": ["main", "a b", "../..", "\udce9", ""],

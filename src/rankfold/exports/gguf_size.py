@@ -15,8 +15,7 @@ def check_sized(source: DenseModel) -> None:
 
     Raises:
         UnsupportedModelError: not of a family that ``gguf-deci`` holds.
-        OptionError: it has no tokenizer, which is a part of the file.
-        MissingPackageError: gguf is not installed.
+        OptionError: it has no tokenizer, which is a part of the file; or gguf is not installed.
     """
     require("gguf", "the size of a .gguf file")
     check_family(source, OF_DECI)
