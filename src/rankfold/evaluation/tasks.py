@@ -166,11 +166,10 @@ class Questions:
 
         with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
             loaded = self._load(Path(scratch))
-            leaves = {name: self._leaves(loaded, name) for name in self.examples}
-            if process_count() > min(self._asked(task) for tasks in leaves.values() for task in tasks):
+            if process_count() > 1 and not self._can_be_shared(loaded):
                 return from_first(lambda: self._by_lm_eval(network, tokenizer, autocast))
             for name, examples in self.examples.items():
-                for task in leaves[name]:
+                for task in self._leaves(loaded, name):
                     _set_examples(task, examples)
             scorer = _scorer(network, tokenizer, self.batch_size, autocast, ", ".join(self.examples))
             samples = "scienceqa" in loaded["tasks"]
@@ -188,9 +187,10 @@ class Questions:
             )
         return found
 
-    def _asked(self, task) -> int:
-        """Return how many questions of one of lm-eval's tasks are asked."""
-        return min(len(task.eval_docs), self.limit or sys.maxsize)
+    def _can_be_shared(self, loaded) -> bool:
+        """Tell whether each process has a question of every task, as lm-eval wants it."""
+        tasks = (task for name in self.examples for task in self._leaves(loaded, name))
+        return all(min(len(task.eval_docs), self.limit or sys.maxsize) >= process_count() for task in tasks)
 
     def _found(self, result: dict, cut: Counter[str]) -> dict[str, dict]:
         """Return what lm-eval computed, by task."""
