@@ -91,7 +91,7 @@ def test_the_dtypes_are_those_of_an_export():
         ({}, "90kB:q4_0", {"head_dim": 8}, "method modegpt changes qk, vo; give a size without a dtype"),
         ({}, "90kB:q4_0", {"target": "vllm"}, "so target vllm would have no effect; leave one of them out"),
         ({}, "90kB:q4_0", {"gpu": "80GB"}, "a GGUF file holds a tokenizer of transformers, and model has none"),
-        ({"family": "qwen3"}, "90kB:q4_0", {}, "takes a model type out of llama, mistral, qwen2, got qwen3"),
+        ({"family": "qwen3"}, "90kB:q4_0", {}, "qwen2, got qwen3; give target_size without a dtype"),
     ],
 )
 def test_a_size_that_no_file_can_have_is_refused_with_the_reason(tmp_path, sizes, size, options, message):

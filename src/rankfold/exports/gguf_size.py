@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from .._utils.extras import require
-from ..errors import OptionError
+from ..errors import OptionError, UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .deci import narrowed_form
@@ -18,7 +18,13 @@ def check_sized(source: DenseModel) -> None:
         OptionError: it has no tokenizer, which is a part of the file; or gguf is not installed.
     """
     require("gguf", "the size of a .gguf file")
-    check_family(source, OF_DECI)
+    try:
+        check_family(source, OF_DECI)
+    except UnsupportedModelError as error:
+        reason = str(error).partition(";")[0]
+        raise UnsupportedModelError(
+            f"there is no GGUF file of {source.name} to size: {reason}; give {option('target_size')} without a dtype"
+        ) from None
     if not source.processors.has_tokenizer or not isinstance(source.tokenizer, PreTrainedTokenizerBase):
         raise OptionError(f"a GGUF file holds a tokenizer of transformers, and {source.name} has none; give one")
 
