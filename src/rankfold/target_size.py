@@ -100,16 +100,15 @@ def _of_file(source: DenseModel, method: Method, goal: Goal, dtype: str) -> Meth
             f"{option('target_size')} is what the file takes, got {size_text(goal.asked)}, and that of {source.name} "
             f"takes {size_text(dense)} in {dtype} as it is; export it, or give a smaller size"
         )
-    least = dict(enumerate(widths)) | {unit.block: unit.ranks[0] for unit in units}
-    if goal.asked < (smallest := sum(bytes_of(source, [*least.values()], dtype))):
+    # All blocks have the same layers, so one tells what is saved. Where widths differ, settings take a little more.
+    unit = units[0]
+    narrower = [unit.ranks[0] if block == unit.block else width for block, width in enumerate(widths)]
+    settings, fewer = bytes_of(source, narrower, dtype)
+    if goal.asked < (smallest := dense - len(units) * (numbers - fewer)):
         raise OptionError(
             f"{option('target_size')} {size_text(goal.asked)} cannot be reached: with the narrowest MLPs that {ENGINE} "
             f"takes, the file of {source.name} in {dtype} takes {size_text(smallest)}; give a larger size"
         )
-    # Where widths differ, settings take a little more. All blocks have the same layers, so one tells what is saved.
-    unit = max(units, key=lambda unit: len(unit.ranks))
-    narrower = [unit.ranks[0] if block == unit.block else width for block, width in enumerate(widths)]
-    settings, fewer = bytes_of(source, narrower, dtype)
     saved = (numbers - fewer) / (unit.sizes[-1] - unit.sizes[0])
     sparsity = math.ceil((settings + numbers - goal.asked) / saved) / counted
     return _reachable(source, method, goal, dense, sparsity=sparsity)

@@ -12,7 +12,7 @@ from warm import RANKFOLD
 
 # No process computes all of it alone, and nothing else is different.
 COUNTS = """
-import os, sys
+import sys
 from rankfold.evaluation import perplexity
 sums = perplexity._sum
 counted = []

@@ -194,8 +194,10 @@ def export(
         )
     check_output(output)
     folder, _ = resolve_model(model)
-    # Numbers of a file become those of its blocks, not of bfloat16 in between.
-    source = open_compressed(folder, dtype=dtype if not quantised else "float32" if folder.is_file() else "auto")
+    written = dtype
+    if quantised:  # numbers of a file become those of blocks, not of bfloat16 in between
+        written = "float32" if folder.is_file() else "auto"
+    source = open_compressed(folder, dtype=written)
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)

@@ -30,8 +30,8 @@ FORMATS = {
     "q5_0": BlockFormat(16, "q8_0", 0.5),
     "q4_0": BlockFormat(8, "q5_0", 0.7),
 }
-# Coarser than Q8_0, whose numbers are rounded one by one; these are rounded for what layers receive.
-ROUNDED = ("q5_0", "q4_0")
+# Numbers of these are rounded for what layers receive; those of the finest one by one.
+ROUNDED = tuple(name for name, format in FORMATS.items() if format.finer != name)
 
 
 def packed(rounded: Rounded, format: str) -> np.ndarray:
