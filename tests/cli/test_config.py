@@ -203,7 +203,7 @@ def test_a_damaged_record_is_one_line(tmp_path, record, said):
 def test_a_comparison_gives_its_rows_and_its_measures(tmp_path):
     facts = config()
     facts["identity"] |= {"base_model": "owner/name", "revision": "abc", "calibration": CALIBRATION | {"field": "body"}}
-    facts["identity"]["measures"] |= {"tasks": {"tasks": ["piqa", "copa"], "folder": "rows"}}
+    facts["identity"]["measures"] |= {"tasks": {"tasks": ["piqa", "copa"], "folder": "rows", "limit": None}}
     facts["runs"].append({"methods": ["svd"], "sparsities": [0.5]})
     params = parsed(tmp_path, facts, "-o", "again", command="compare")
     assert [(run["methods"], run["sparsities"]) for run in params["config"]] == [
@@ -217,7 +217,16 @@ def test_a_comparison_gives_its_rows_and_its_measures(tmp_path):
     assert group(CalibrationOptions, params) == CalibrationOptions(["a text.txt"], 4, 32, 1, "body")
     one = parsed(tmp_path, facts, "-o", "one", "--methods", "svd", "--limit", "3", command="compare")
     assert [run.get("methods") for run in one["config"]] == [None, None] and one["limit"] == 3
+    first, *_ = texts = facts["identity"]["measures"]["texts"]
+    texts[:] = [
+        first | {"limit": 128},
+        first | {"text": "b.txt", "limit": None},
+    ]  # a protocol has a limit for the first
+    assert parsed(tmp_path, facts, "-o", "again", command="compare")["limit"] is None
     del facts["identity"]["measures"]["tasks"]
+    assert parsed(tmp_path, facts, "-o", "again", command="compare")["limit"] is None
+    texts[1]["limit"] = 200
+    assert parsed(tmp_path, facts, "-o", "again", command="compare")["limit"] == 200
     facts["identity"]["measures"]["generation"] = {"limit": 2, "kinds": ["last word"], "folder": "words"}
     written = parsed(tmp_path, facts, "-o", "again", command="compare")
     assert written["generation"] and written["include_path"] == "words"

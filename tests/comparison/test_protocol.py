@@ -68,7 +68,7 @@ def test_a_task_of_which_the_dense_model_has_none_right_counts_in_the_mean():
 
 def described(**changes) -> tuple[dict, dict]:
     calibration = {"source": "wikitext2", "num_samples": 256, "max_length": 2048}
-    texts = [{"text": name, "length": 2048, "limit": None} for name in ("wikitext2", "c4")]
+    texts = [{"text": name, "length": 2048, "limit": limit} for name, limit in (("wikitext2", None), ("c4", 128))]
     tasks = {"tasks": ARENA.settings()["tasks"].split(","), "limit": None}
     found = {"calibration": calibration, "texts": texts, "tasks": tasks} | changes
     return found["calibration"], {"texts": found["texts"], "tasks": found["tasks"]}
@@ -90,9 +90,11 @@ def test_every_departure_is_named_and_nothing_else():
     assert ARENA.departures(*described(texts=texts, tasks=measures["tasks"] | {"limit": 4})) == [
         "texts c4 in place of wikitext2, c4",
         "tokens of an evaluation sample 128 in place of 2048",
-        "evaluation samples 4 in place of all",
+        "samples of c4 4 in place of 128",
         "questions of a task 4 in place of all",
     ]
+    turned = [{"text": name, "length": 2048, "limit": limit} for name, limit in (("c4", 128), ("wikitext2", 9))]
+    assert ARENA.departures(*described(texts=turned))[1:] == ["samples of wikitext2 9 in place of all"]
 
 
 def parsed(*line: str) -> dict:

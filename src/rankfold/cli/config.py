@@ -188,7 +188,7 @@ def _of_comparison(identity: Settings) -> Settings:
         **_of_calibration(identity["calibration"]),
         "text": [text["text"] for text in measures["texts"]],
         "text_length": first["length"],
-        "limit": first["limit"],
+        "limit": _limit([tasks] if tasks else measures["texts"]),
         "tasks": tasks and ",".join(tasks["tasks"]),
         "include_path": (tasks or {}).get("folder") or generation.get("folder"),
         "generation": "generation" in measures,
@@ -196,6 +196,12 @@ def _of_comparison(identity: Settings) -> Settings:
         "protocol": identity.get("protocol", {}).get("name"),
     }
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _limit(measures: list[Settings]) -> int | None:
+    """Return the limit that was given; of a text a protocol may have a smaller one of its own."""
+    limits = [measure.get("limit") for measure in measures]
+    return None if None in limits else max(limits)
 
 
 def _of_base(facts: Settings) -> Settings:

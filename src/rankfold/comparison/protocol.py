@@ -106,7 +106,10 @@ class Protocol:
             ("tokens of a sample", calibration["max_length"], own["max_length"]),
             ("texts", _listed(text["text"] for text in texts), _listed(self.texts)),
             ("tokens of an evaluation sample", texts[0]["length"], self.text_length),
-            ("evaluation samples", _limit(texts[0]["limit"]), "all"),
+            *(
+                (f"samples of {text['text']}", _limit(text["limit"]), _limit(self.texts.get(text["text"])))
+                for text in texts
+            ),
             ("questions of a task", _limit(run.get("limit")), "all"),
             (
                 "tasks",
@@ -184,7 +187,7 @@ def protocol_lines(described: Mapping[str, Any]) -> list[str]:
 
 
 def _limit(limit: int | None) -> str:
-    return "all" if limit is None else str(limit)
+    return str(limit) if limit else "all"
 
 
 def _listed(values) -> str:
