@@ -124,6 +124,19 @@ def test_options_beside_it_come_first_and_settings_by_key(tmp_path):
     assert params["model"] == "other"
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(None, "85000000"), ("q4_0", "85000000:q4_0")])
+def test_a_size_is_repeated_as_a_size_unless_another_amount_is_given(tmp_path, dtype, size):
+    goal = {"option": "target_size", "asked": 85_000_000, "got": 84_000_000, "earlier_runs": []}
+    goal |= {"dtype": dtype} if dtype else {}
+    record = record_of(make_method("modegpt", sparsity=0.09, scope="model"), goal=goal)
+    assert parsed(tmp_path, record)["target_size"] == size
+    assert parsed(tmp_path, record, "--target-size", "9MB")["target_size"] == "9MB"
+    for other in (("--sparsity", "0.2"), ("--keep-quality", "0.9"), ("--scope", "blocks"), ("--budget", "flops")):
+        assert parsed(tmp_path, record, *other)["target_size"] is None
+    kept = record_of(make_method("modegpt", sparsity=0.09), goal=goal | {"option": "keep_quality", "asked": 0.9})
+    assert parsed(tmp_path, kept)["target_size"] is parsed(tmp_path, kept)["keep_quality"] is None
+
+
 def test_another_method_takes_none_of_the_options_of_the_first(tmp_path):
     record = record_of(make_method("modegpt", sparsity=0.2, selection="leverage", allocation="owl", rank_multiple=2))
     params = parsed(tmp_path, record, "--method", "rankfold")

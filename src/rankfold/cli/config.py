@@ -33,6 +33,8 @@ REPLACED = {
     "fingerprint": {"revision", "component", "components"},
     "sha256": {"calibration", "num_samples", "max_length", "seed", "text_column", "moments"},
 }
+# Options that take the place of the size in bytes that a record has.
+OTHER_SIZES = {"sparsity", "keep_quality", "components", "budget", "scope", "target"}
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 
 
@@ -136,6 +138,8 @@ def remaining(context: typer.Context, settings: Settings, given: set[str]) -> Se
         for parameter in context.command.params
         if parameter.name in settings and parameter.name not in given
     }
+    if "target_size" in settings and given & OTHER_SIZES:
+        left["target_size"] = None
     if "recorded" in settings:
         left["recorded"] = {key: value for key, value in settings["recorded"].items() if not given & REPLACED[key]}
     if "settings" not in values:
@@ -156,10 +160,19 @@ def _of_run(record: Settings) -> Settings:
         **_of_calibration(record["calibration"]),
         **{key: value for key, value in method.items() if key in flags},
         "settings": [f"{key}={value}" for key, value in method.items() if key not in flags],
+        **_of_goal(record.get("goal") or {}),
         "mode": record["mode"],
         "recorded": {"fingerprint": record.get("fingerprint"), "sha256": record["calibration"].get("sha256")},
         **({"component": record["plan"]["part"]} if record["plan"].get("part") else {}),
     }
+
+
+def _of_goal(goal: Settings) -> Settings:
+    """Name the size in bytes that was asked for; a kept quality is repeated by the sparsity that was found for it."""
+    if goal.get("option") != "target_size":
+        return {}
+    size, dtype = str(goal["asked"]), goal.get("dtype")
+    return {"target_size": f"{size}:{dtype}" if dtype else size}
 
 
 def _of_recovery(facts: Settings) -> Settings:
