@@ -55,6 +55,11 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 SHAPES = [("gguf", {}), ("gguf-deci", {"exclude_blocks": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})]
 QWEN3 = {"family": "qwen3", "head_dim": 12, "tie_word_embeddings": True}
+GEMMA3 = {"family": "gemma3_text", "blocks": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+STRETCHED = {  # as Gemma 3 does from 4B on, and not at the base that transformers takes by itself
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
 
 
 @pytest.mark.parametrize("kind, shape", SHAPES)
@@ -72,10 +77,12 @@ def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_
         *((kind, shape, {"family": "qwen2"}, "deci" if "deci" in kind else "qwen2") for kind, shape in SHAPES),
         ("gguf-deci", {}, {"family": "qwen2", "tie_word_embeddings": True}, "qwen2"),  # all MLPs are equally wide
         ("gguf", {}, QWEN3, "qwen3"),
+        ("gguf", {}, GEMMA3, "gemma3"),
+        ("gguf", {}, GEMMA3 | {"rope_parameters": STRETCHED}, "gemma3"),
     ],
 )
 def test_llama_cpp_writes_the_same_tokens_in_other_families(kind, shape, options, arch, tmp_path):
-    save_tiny(tmp_path / "model", blocks=3, **options)
+    save_tiny(tmp_path / "model", **{"blocks": 3} | options)
     assert_same_tokens(kind, shape, tmp_path)
     assert gguf.GGUFReader(tmp_path / "x.gguf").fields["general.architecture"].contents() == arch
 
@@ -85,6 +92,12 @@ def assert_same_tokens(kind, shape, tmp_path):
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, **shape)
     rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")
     assert_export_writes_the_same(tmp_path / "small", kind, tmp_path / "x.gguf")
+
+
+def test_llama_cpp_cuts_text_as_gemma_does(tmp_path):
+    save_tiny(tmp_path / "model", **GEMMA3)
+    save_tokenizer_over_characters(tmp_path / "model", splits=True)
+    assert_export_writes_the_same(tmp_path / "model", "gguf", tmp_path / "x.gguf")
 
 
 def test_llama_cpp_writes_the_same_tokens_of_a_recovered_model(tmp_path):

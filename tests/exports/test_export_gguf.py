@@ -305,6 +305,54 @@ def test_what_qwen_has_no_form_for_in_llama_cpp_is_refused(tmp_path):
         assert [path.name for path in folder.iterdir()] == ["model"]
 
 
+GEMMA3 = {"family": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "q4_0"])
+def test_a_gemma_is_written_with_its_norms_and_windows(dtype, tmp_path):
+    """Scales of norms are whole ones in a file; windows, both bases and the scale of scores are read back."""
+    theta = {"sliding_attention": 5000.0, "full_attention": 2e6}
+    kinds = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
+    rope = {name: kind | {"rope_theta": theta[name]} for name, kind in kinds.items()}
+    save_tiny(tmp_path / "model", blocks=7, rope_parameters=rope, **GEMMA3)
+    text = {"calibration": tokens()} if dtype == "q4_0" else {}
+    rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf", dtype=dtype, **text)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    for name, norm in (("blk.3.attn_q_norm", "layers.3.self_attn.q_norm"), ("output_norm", "norm")):
+        scale = 1 + dense.model.get_submodule(norm).weight.detach()
+        torch.testing.assert_close(torch.from_numpy(there[f"{name}.weight"].data.copy()), scale)
+    again = rankfold.load(tmp_path / "x.gguf", dtype="float32", device="cpu")
+    for name in ("layer_types", "sliding_window", "query_pre_attn_scalar", "head_dim", "rope_parameters"):
+        assert getattr(again.config, name) == getattr(dense.config, name), name
+    assert ((logits(again) - logits(dense)).norm() / logits(dense).norm()).item() < (0.7 if text else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in other blocks than five of six"),
+        ({"query_pre_attn_scalar": 24}, "scores divided by the root of 24"),
+        ({"final_logit_softcapping": 30.0}, "soft caps"),
+        ({"attn_logit_softcapping": 50.0}, "soft caps"),
+        ({"attention_bias": True}, "biases"),
+        ({"use_bidirectional_attention": True}, "attention in both directions"),
+    ],
+)
+def test_what_llama_cpp_lacks_of_a_gemma_is_refused(options, message, tmp_path):
+    save_tiny(tmp_path / "model", blocks=2, **GEMMA3 | options)
+    with pytest.raises(UnsupportedModelError, match=f"llama.cpp's gemma3 has no {message}, which this model has; use"):
+        rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf")
+    with pytest.raises(UnsupportedModelError, match="takes a model type out of llama, mistral, qwen2, got gemma3_text"):
+        rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf-deci")
+
+
+def test_a_gemma_of_62_blocks_divides_scores_as_the_one_of_27b_does(tmp_path):
+    """transformers takes 256 for all files."""
+    save_tiny(tmp_path / "model", blocks=62, **GEMMA3 | {"query_pre_attn_scalar": 8})  # 32 wide, 4 heads
+    assert rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf").difference < 1e-5
+
+
 def test_a_qwen_whose_frequencies_are_stretched_is_written_as_deci(tmp_path):
     save_tiny(tmp_path / "model", blocks=2, family="qwen2", rope_parameters=LLAMA3)
     assert rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf-deci").difference < 1e-5
@@ -321,7 +369,7 @@ def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
         calibration=tokens(),
         output=tmp_path / "small",
     ).output
-    for kind, more in (("deci", ""), ("gguf", ", qwen2, qwen3"), ("gguf-deci", ", qwen2")):
+    for kind, more in (("deci", ""), ("gguf", ", qwen2, qwen3, gemma3_text"), ("gguf-deci", ", qwen2")):
         with pytest.raises(
             UnsupportedModelError, match=f"takes a model type out of llama, mistral{more}, got {family}"
         ):

@@ -49,8 +49,11 @@ def save_tiny(folder: Path, blocks: int = 4, *, family: str = "llama", **options
     return folder
 
 
-def save_tokenizer_over_characters(folder: Path) -> Path:
-    """Replace the tokenizer of :func:`save_tiny` by one in SentencePiece's form: characters, and bytes for others."""
+def save_tokenizer_over_characters(folder: Path, *, splits: bool = False) -> Path:
+    """Replace the tokenizer of :func:`save_tiny` by one in SentencePiece's form: characters, and bytes for others.
+
+    It puts a space before a text, as Llama 2 does; or splits at spaces that it has replaced before, as Gemma does.
+    """
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = [f"\u2581{word}" for word in (topics["integers"] + topics["class"]).split()]
     trained.train_from_iterator(words, tokenizers.trainers.BpeTrainer(vocab_size=120, show_progress=False))
@@ -66,6 +69,9 @@ def save_tokenizer_over_characters(folder: Path) -> Path:
     found = tokenizers.Tokenizer(model)
     parts = tokenizers.normalizers
     found.normalizer = parts.Sequence([parts.Prepend("\u2581"), parts.Replace(" ", "\u2581")])
+    if splits:
+        found.normalizer = parts.Replace(" ", "\u2581")
+        found.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "merged_with_previous")
     found.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     specials = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     t.PreTrainedTokenizerFast(tokenizer_object=found, **specials).save_pretrained(folder)

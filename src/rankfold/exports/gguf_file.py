@@ -58,7 +58,7 @@ def write_gguf(
             stored = layout.kind_of(name, tensor.codes.shape)
             numbers = packed(Rounded(*(_ordered(name, part, attention) for part in tensor)), stored.name.lower())
         else:
-            values = _ordered(name, tensor, attention).float().contiguous().numpy()
+            values = (_ordered(name, tensor, attention).float() + layout.offset_of(name)).contiguous().numpy()
             stored = layout.kind_of(name, values.shape)
             numbers = gguf.quants.quantize(values, stored)
         writer.add_tensor(names[name], numbers, raw_dtype=stored)

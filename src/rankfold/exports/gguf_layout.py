@@ -20,7 +20,7 @@ from ..models.weights import untied_state
 from .form import StockModel
 from .gguf_blocks import FORMATS, ROUNDED
 from .gguf_tokens import write_tokenizer
-from .llama_cpp import arch_of, context_of, frequency_factors
+from .llama_cpp import WINDOW, arch_of, context_of, frequency_factors, rotary_of
 
 Kind = gguf.GGMLQuantizationType
 FILE_TYPES = {"F32": "ALL_F32"} | {name: f"MOSTLY_{name}" for name in ("F16", "BF16", "Q8_0", "Q5_0", "Q4_0")}
@@ -77,7 +77,9 @@ class Layout:
         writer.add_key_length(attention.head_dim)
         writer.add_value_length(attention.head_dim)
         writer.add_rope_dimension_count(attention.rotary_dim)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_freq_base(rotary_of(config)["rope_theta"])
+        if self.arch.has_windows:
+            _write_windows(writer, config)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[self._kind.name]])
@@ -89,6 +91,11 @@ class Layout:
     def name_of(self, name: str) -> str:
         """Return the name in the file of a tensor of transformers."""
         return present(self._names.get_name(name, (".weight", ".bias")))
+
+    def offset_of(self, name: str) -> float:
+        """Return what is added to a tensor of transformers: scales of norms are whole ones in a file."""
+        norms = self.form.architecture.norms
+        return norms.offset if norms and name.endswith("norm.weight") else 0.0
 
     def kind_of(self, name: str, shape: Sequence[int]) -> Kind:
         """Return the type in which a tensor of this name in transformers is written.
@@ -102,6 +109,16 @@ class Layout:
         else:
             kind = self._embedding if self.name_of(name) == EMBEDDING else self._around
         return kind if shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F16
+
+
+def _write_windows(writer: gguf.GGUFWriter, config) -> None:
+    """The window of most blocks, their rotary frequencies, and the stretched ones of the others."""
+    rotary = rotary_of(config)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base_swa(config.rope_parameters[WINDOW]["rope_theta"])
+    if rotary["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rotary["factor"])
 
 
 def file_size(layout: Layout) -> tuple[int, int]:

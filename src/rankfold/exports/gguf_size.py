@@ -7,19 +7,27 @@ from ..errors import OptionError, UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .deci import narrowed_form
-from .llama_cpp import OF_DECI, check_family
+from .form import StockModel, plain
+from .llama_cpp import ARCHS, OF_DECI, check_family, check_own
+
+
+def is_one_width(source: DenseModel) -> bool:
+    """Tell whether a file of a model has one width for all MLPs: ``deci`` is not of its family."""
+    return source.config.model_type not in OF_DECI
 
 
 def check_sized(source: DenseModel) -> None:
     """Raise an error unless the file of a model is known before it is compressed.
 
     Raises:
-        UnsupportedModelError: not of a family that ``gguf-deci`` holds.
+        UnsupportedModelError: there is no such file of it.
         OptionError: it has no tokenizer, which is a part of the file; or gguf is not installed.
     """
     require("gguf", "the size of a .gguf file")
     try:
-        check_family(source, OF_DECI)
+        check_family(source, tuple(ARCHS))
+        if is_one_width(source):
+            check_own(StockModel(plain(source.model.config), source.architecture, {}))
     except UnsupportedModelError as error:
         reason = str(error).partition(";")[0]
         raise UnsupportedModelError(
@@ -34,7 +42,7 @@ def bytes_of(source: DenseModel, widths: list[int], dtype: str) -> tuple[int, in
 
     Args:
         source: an open dense model that passes :func:`check_sized`.
-        widths: of the MLPs of all blocks.
+        widths: of the MLPs of all blocks; the same one where :func:`is_one_width`.
         dtype: as for :func:`rankfold.export`.
     """
     from .gguf_layout import Layout, file_size

@@ -10,6 +10,7 @@ import gguf
 from ..errors import UnsupportedModelError, option
 
 SPACE = "\u2581"  # stands for a space in a token
+SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -59,6 +60,7 @@ def _over_characters(facts: dict) -> bool:
         return False
     steps = [facts.get(name) or {} for name in ("normalizer", "pre_tokenizer")]
     steps = [part for step in steps for part in step.get("normalizers", step.get("pretokenizers", [step])) if part]
+    steps = [step for step in steps if step != SPLIT_AT_SPACES]  # which the normalizer has replaced
     known = {"Prepend": "prepend", "Replace": "content", "Metaspace": "replacement"}
     return bool(steps) and all(step.get(known.get(step["type"], "type")) == SPACE for step in steps)
 
@@ -117,7 +119,7 @@ def _tokens(tokenizer, vocabulary: int) -> tuple[list[str], list[int]]:
 
 
 def _added_around(tokenizer) -> dict[str, bool]:
-    """Which special tokens the tokenizer puts before and behind a text."""
+    """Which special tokens the tokenizer puts before and after a text."""
     ids = tokenizer("a").input_ids
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return {"bos": bos is not None and ids[0] == bos, "eos": eos is not None and len(ids) > 1 and ids[-1] == eos}

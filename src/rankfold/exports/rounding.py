@@ -1,4 +1,4 @@
-"""Round the blocks of a padded model one after another, each for the inputs that it gets behind the rounded ones."""
+"""Round the blocks of a padded model one after another, each for the inputs that it gets from the rounded ones."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -17,7 +17,7 @@ INPUTS = {"attention_input", "attention_output", "mlp_input", "mlp_hidden"}
 
 
 class BlockRounding:
-    """A stream of calibration text behind the blocks that are rounded so far.
+    """A stream of calibration text after the blocks that are rounded so far.
 
     Args:
         form: the model that is written.

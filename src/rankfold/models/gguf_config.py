@@ -1,5 +1,5 @@
 """What transformers overlooks in a GGUF file, as the config of the model says it: rotary frequencies that are not
-plain, biases of a Llama, and how wide the heads of a Qwen are.
+plain, biases of a Llama, how wide the heads of a Qwen are, and what scores of a Gemma 3 are divided by.
 
 Shape legend: N rotary dimensions of a head.
 """
@@ -63,11 +63,24 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     width = reader.get_field(f"{arch}.attention.key_length")
     if width and arch in WIDTHS_OVERLOOKED:
         config.head_dim = width.contents()
+    if arch == "gemma3":
+        config.query_pre_attn_scalar = gemma3_scalar(config)
+        if base := reader.get_field("gemma3.rope.freq_base_swa"):
+            config.rope_parameters["sliding_attention"]["rope_theta"] = base.contents()
     stretched = _stretched(config, reader, tensors, file)
     if stretched:
         _turning(config).update(stretched)
     biases = sum(tensor.n_elements for name, tensor in tensors.items() if name.endswith("bias"))
     return config, biases, sum(int(tensor.n_elements) for tensor in tensors.values())
+
+
+def gemma3_scalar(config) -> int:
+    """Return what llama.cpp divides the scores of a Gemma 3 by the root of, which no file says.
+
+    It is the width of a head, but in the 27B model, known by its 62 blocks, the stream's width over the heads.
+    """
+    is_27b = config.num_hidden_layers == 62
+    return config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
 
 
 def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
