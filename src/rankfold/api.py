@@ -108,7 +108,8 @@ def compress(
         target_size: in place of a sparsity, the bytes that all weights may take in the dtype written, such as
             ``"400MB"`` (1e6 each), ``"1.5GiB"`` (2^30) or a number. Implies ``scope="model"`` and ``budget="bytes"``.
             With a dtype, such as ``"80MB:q4_0"``, the bytes of the GGUF file that :func:`export` makes of the result in
-            that dtype and the form ``gguf-deci``. Implies ``scope="model"`` and ``target="llama.cpp"``.
+            that dtype and the form ``gguf-deci``. Implies ``scope="model"`` and ``target="llama.cpp"``; for Qwen 3 and
+            Gemma 3 the form ``gguf``, ``target="stock"`` and ``allocation="uniform"``.
         keep_quality: in place of a sparsity, the fraction in (0, 1) of the likelihood of a held-out token that is to be
             kept: the dense model's perplexity over the compressed one's. The largest sparsity that keeps it is
             predicted, run, measured, and corrected in a second run, at most a fourth

@@ -6,13 +6,14 @@ is known before anything is compressed, and what is removed follows from it.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from ._utils.sizes import size_text
-from .allocation import Bytes, Parameters, unique_parameters
+from .allocation import Bytes, Parameters, Uniform, unique_parameters
 from .compression.budget import rank_options
 from .errors import OptionError, UnsupportedModelError, option
 from .exports.gguf_blocks import FORMATS
-from .exports.gguf_size import bytes_of, check_sized
+from .exports.gguf_size import bytes_of, check_sized, is_one_width
 from .linalg.block_rounding import BLOCK
 from .methods import Method
 from .models.dense_model import DenseModel
@@ -31,7 +32,8 @@ def method_of_size(source: DenseModel, method: Method, goal: Goal | None) -> Met
         goal: of :func:`.goal_of`. The bytes are those of all weights in the dtype written, embeddings, codes and
             indices included (``scope="model"``, ``budget="bytes"``); with a dtype those of the file that
             :func:`rankfold.export` makes of the result in the form ``gguf-deci`` (``scope="model"``,
-            ``target="llama.cpp"``). ``None``: the method stays as it is.
+            ``target="llama.cpp"``), or ``gguf`` where the family has no other (``target="stock"``,
+            ``allocation="uniform"``). ``None``: the method stays as it is.
 
     Raises:
         OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget, a target or
@@ -81,7 +83,7 @@ def _check(method: Method, goal: Goal) -> None:
 def _of_file(source: DenseModel, method: Method, goal: Goal, dtype: str) -> Method:
     """Find the sparsity for a size of the file, which shrinks by as many bytes for every weight of an MLP."""
     check_sized(source)
-    method = replace(method, scope="model", budget=Parameters(), target=ENGINE)
+    method = _for_file(source, method, dtype)
     units, counted = rank_options(source, method)[:2]
     if others := sorted({unit.module for unit in units} - {"mlp"}):
         raise OptionError(
@@ -101,17 +103,32 @@ def _of_file(source: DenseModel, method: Method, goal: Goal, dtype: str) -> Meth
             f"takes {size_text(dense)} in {dtype} as it is; export it, or give a smaller size"
         )
     # All blocks have the same layers, so one tells what is saved. Where widths differ, settings take a little more.
-    unit = units[0]
-    narrower = [unit.ranks[0] if block == unit.block else width for block, width in enumerate(widths)]
-    settings, fewer = bytes_of(source, narrower, dtype)
-    if goal.asked < (smallest := dense - len(units) * (numbers - fewer)):
+    changed = units if is_one_width(source) else units[:1]
+    narrowest = {unit.block: unit.ranks[0] for unit in changed}
+    settings, fewer = bytes_of(source, [narrowest.get(block, width) for block, width in enumerate(widths)], dtype)
+    if goal.asked < (smallest := dense - len(units) // len(changed) * (numbers - fewer)):
         raise OptionError(
             f"{option('target_size')} {size_text(goal.asked)} cannot be reached: with the narrowest MLPs that {ENGINE} "
             f"takes, the file of {source.name} in {dtype} takes {size_text(smallest)}; give a larger size"
         )
-    saved = (numbers - fewer) / (unit.sizes[-1] - unit.sizes[0])
+    saved = (numbers - fewer) / sum(unit.sizes[-1] - unit.sizes[0] for unit in changed)
     sparsity = math.ceil((settings + numbers - goal.asked) / saved) / counted
     return _reachable(source, method, goal, dense, sparsity=sparsity)
+
+
+def _for_file(source: DenseModel, method: Method, dtype: str) -> Method:
+    """Return a method that makes MLPs narrower and nothing else, all alike where the file has one width for all."""
+    counted: dict[str, Any] = {"scope": "model", "budget": Parameters()}
+    if not is_one_width(source):
+        return replace(method, **counted, target=ENGINE)
+    if method.allocation not in (Uniform(), type(method)().allocation):
+        raise OptionError(
+            f"a GGUF file of {source.name} has one width for all MLPs, so allocation {method.allocation} would have no "
+            "effect; leave it out"
+        )
+    step = math.lcm(method.describe()["rank_multiple"], BLOCK if dtype in FORMATS else 1)
+    alike: dict[str, Any] = {"target": "stock", "allocation": Uniform(), "rank_multiple": step}
+    return replace(method, **counted, **alike)
 
 
 def _reachable(source: DenseModel, method: Method, goal: Goal, dense: int, *, sparsity: float, **changes) -> Method:

@@ -99,16 +99,18 @@ def test_without_an_output_the_folder_is_named_after_model_method_and_sparsity(p
     assert not (place / "model-modegpt-0.3").exists()
 
 
-def test_a_size_of_a_gguf_file_ends_with_the_command_that_makes_it(place, run):
+@pytest.mark.parametrize("family, format", [("llama", "gguf-deci"), ("qwen3", "gguf")])
+def test_a_size_of_a_gguf_file_ends_with_the_command_that_makes_it(family, format, place, run):
+    save_tiny(place / family, blocks=2, family=family, head_dim=8, intermediate_size=96)
     line = "--method modegpt --rank-multiple 2 --calibration text.txt --num-samples 4 --max-length 32 --device cpu"
-    code, out, err = run(f"compress model --target-size 120kB:float16 {line}")
+    code, out, err = run(f"compress {family} --target-size 95kB:float16 {line}")
     assert code in (0, None), err
-    command = "rankfold export model-modegpt-120kB-float16 -o model-modegpt-120kB-float16.gguf --format gguf-deci"
-    (found,) = re.findall(rf"{command} --dtype float16", out)
+    name = f"{family}-modegpt-95kB-float16"
+    (found,) = re.findall(rf"rankfold export {name} -o {name}.gguf --format {format} --dtype float16", out)
     code, _, err = run(found.removeprefix("rankfold "))
     assert code in (0, None), err
-    taken = (place / "model-modegpt-120kB-float16.gguf").stat().st_size
-    assert f"asked for at most 120.00 kB as a GGUF file in float16: got {size_text(taken)}\n" in out and taken <= 120e3
+    taken = (place / f"{name}.gguf").stat().st_size
+    assert f"asked for at most 95.00 kB as a GGUF file in float16: got {size_text(taken)}\n" in out and taken <= 95e3
 
 
 def test_a_run_ends_with_what_came_out_and_the_next_commands(small, place, run):

@@ -19,6 +19,10 @@ SHAPES = {
     "biases": {"hidden_size": 64, "intermediate_size": 192, "attention_bias": True, "mlp_bias": True},
     "qwen2": {"hidden_size": 64, "intermediate_size": 192, "family": "qwen2"},
 }
+ONE_WIDTH = {  # for all MLPs
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "gemma3": {"family": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+}
 BRIEF = {"calibration": ["some words and more of them, one after another. " * 40], "num_samples": 2, "max_length": 32}
 
 
@@ -48,6 +52,21 @@ def test_the_file_has_the_bytes_that_the_record_says_and_no_more_than_was_asked_
     taken, goal = (tmp_path / "x.gguf").stat().st_size, found.record["goal"]
     assert (goal["asked"], goal["got"], goal["dtype"]) == (asked, taken, dtype)
     assert asked - 1.05 * (most - least) / (3 * (full - 32) / 32) < taken <= asked  # at most one step of 32 units below
+
+
+@pytest.mark.parametrize("dtype", GGUF_DTYPES)
+@pytest.mark.parametrize("family", ONE_WIDTH)
+def test_a_file_of_one_width_for_all_has_these_bytes_too(tmp_path, family, dtype):
+    source = dense(tmp_path / "model", hidden_size=64, intermediate_size=192, **ONE_WIDTH[family])
+    step = 32 if dtype in FORMATS else 8
+    sizes = [sum(bytes_of(source, [192 - step * taken] * 3, dtype)) for taken in (2, 3)]
+    for asked, wanted in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1])):
+        folder = tmp_path / str(asked)
+        goal = sized(source, asked, dtype, output=folder).record["goal"]
+        assert goal["got"] == wanted
+    how = BRIEF if dtype in ROUNDED else {}
+    rankfold.export(folder, tmp_path / "x.gguf", "gguf", dtype=dtype, **how)
+    assert (tmp_path / "x.gguf").stat().st_size == wanted
 
 
 @pytest.mark.parametrize("dtype", ["q4_0", "float32"])
@@ -91,7 +110,15 @@ def test_the_dtypes_are_those_of_an_export():
         ({}, "90kB:q4_0", {"head_dim": 8}, "method modegpt changes qk, vo; give a size without a dtype"),
         ({}, "90kB:q4_0", {"target": "vllm"}, "so target vllm would have no effect; leave one of them out"),
         ({}, "90kB:q4_0", {"gpu": "80GB"}, "a GGUF file holds a tokenizer of transformers, and model has none"),
-        ({"family": "qwen3"}, "90kB:q4_0", {}, "qwen2, got qwen3; give target_size without a dtype"),
+        ({"family": "olmo2"}, "90kB:q4_0", {}, "gemma3_text, got olmo2; give target_size without a dtype"),
+        (
+            {"family": "qwen3", "attention_bias": True},
+            "90kB:q4_0",
+            {},
+            "no GGUF file of model to size: llama.cpp's qwen3 has no biases, which this model has; give target_size",
+        ),
+        ({"family": "qwen3"}, "90kB:q4_0", {"allocation": "owl"}, "one width for all MLPs, so allocation owl.* would"),
+        ({"family": "qwen3"}, "10kB:q4_0", {}, "cannot be reached: with the narrowest MLPs"),
     ],
 )
 def test_a_size_that_no_file_can_have_is_refused_with_the_reason(tmp_path, sizes, size, options, message):

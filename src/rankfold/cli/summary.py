@@ -77,8 +77,8 @@ def show_next(folder: Path, record: Record, out: "Console", *, engine: str | Non
             commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
     if engine == "llama.cpp":
         file = shlex.quote(f"{path}.gguf")
-        dtype = (record.get("goal") or {}).get("dtype")
-        how = f"--format gguf-deci --dtype {dtype}" if dtype else "--format gguf-deci"
+        dtype, is_one_width = _dtype_of_file(record), record["plan"]["method"]["target"] == "stock"
+        how = f"--format {'gguf' if is_one_width else 'gguf-deci'}{f' --dtype {dtype}' if dtype else ''}"
         commands[f"rankfold export {place} -o {file} {how}"] = "a file for llama.cpp"
     elif engine == "vllm":
         commands[f"vllm serve {place}"] = "serve it"
@@ -90,13 +90,15 @@ def show_next(folder: Path, record: Record, out: "Console", *, engine: str | Non
 
 
 def engine_of(folder: Path, record: Record) -> str | None:
-    """Return the target of a run where that engine runs the result, and reads something else than a stock model."""
+    """Return the engine that a run is for where it runs the result, and reads something else than a stock model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ..exports.llama_cpp import OF_DECI
     from ..exports.vllm import why_refused
     from ..models.whole import read_config
 
+    if _dtype_of_file(record):
+        return "llama.cpp"
     target = record["plan"]["method"]["target"]
     if target not in ("vllm", "llama.cpp"):
         return None
@@ -107,6 +109,11 @@ def engine_of(folder: Path, record: Record) -> str | None:
     is_text_model = writes and config.get_text_config() is config  # no encoder, and nothing that sees
     modules = getattr(config, "quantization_config", {}).get("modules", {})  # none where all stay dense
     return target if is_text_model and why_refused(config, modules) is None else None
+
+
+def _dtype_of_file(record: Record) -> str | None:
+    """Return the dtype of the GGUF file whose size was asked for, if one was."""
+    return (record.get("goal") or {}).get("dtype")
 
 
 def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:
