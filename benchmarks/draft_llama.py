@@ -24,7 +24,7 @@ DEFINITIONS = {
     "accepted": "proposed tokens that the dense model takes, of all proposed",
     "tokens per forward": "tokens written over forwards of the dense model; 1 without a draft",
     "tokens/s": "of greedy writing in llama.cpp, one prompt at a time; median over rounds, each over all prompts; "
-    "without a draft: llama-bench behind as many tokens",
+    "without a draft: llama-bench after as many tokens",
     "ratio": "over no draft, within a round: median, and quartiles over the rounds",
 }
 

@@ -160,7 +160,7 @@ def write_examples(work: Path) -> None:
 
 
 def asked_about(things, draw: random.Random, test: bool) -> list[tuple[pictures.Question, np.ndarray | None]]:
-    """Questions with a picture, and without one behind a text, where these are of the test, or of training."""
+    """Questions with a picture, and without one after a text, where these are of the test, or of training."""
     found, text = [], pictures.described(things)
     if pictures.in_test(pictures.key_of(things)) == test:
         image = pictures.drawn(things, draw.getrandbits(32))

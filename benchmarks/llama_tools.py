@@ -36,13 +36,13 @@ def speeds(file: Path, threads: int) -> dict[str, float]:
 
 
 def decode_speed(file: Path, depth: int, tokens: int, threads: int) -> float:
-    """Return tokens per second of writing one by one behind so many tokens."""
+    """Return tokens per second of writing one by one after so many tokens."""
     (row,) = json.loads(_run("llama-bench", m=file, p=0, n=tokens, d=depth, r=1, t=threads, o="json"))
     return row["avg_ts"]
 
 
 def drafted(file: Path, draft: Path, prompt: str, tokens: int, most: int, threads: int) -> dict[str, float]:
-    """Write greedily behind a prompt with a draft, which proposes at most so many tokens at once.
+    """Write greedily after a prompt with a draft, which proposes at most so many tokens at once.
 
     Returns:
         Tokens ``written``, ``seconds`` they took, and how many tokens were ``proposed`` and ``accepted``.

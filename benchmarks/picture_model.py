@@ -42,7 +42,7 @@ READS = {
     },
 }
 TRAINING = {"scenes": 20_000, "tower_steps": 500, "steps": 4000, "pictures": 32, "texts": 16, "rate": 3e-3, "seed": 0}
-# Turns follow each other; the place of a picture is in front of the first question.
+# Turns follow each other; the place of a picture is before the first question.
 TEMPLATE = (
     "{% for turn in messages %}{% if turn['role'] == 'user' %}{% for part in turn['content'] %}"
     "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }}{% endif %}{% endfor %}"
@@ -85,7 +85,7 @@ def ids_of(questions: list[pictures.Question], before: str | None) -> tuple[list
     """Tokens of a conversation, as the template makes them, and which are to be learnt.
 
     Args:
-        before: a text in front of the first question; ``None``: a picture.
+        before: a text before the first question; ``None``: a picture.
     """
     ids, learnt = ([IMAGE] * PLACES, [False] * PLACES) if before is None else ([], [])
     for number, question in enumerate(questions):
@@ -125,7 +125,7 @@ class Conversations:
 
 
 def padded(rows: list[tuple[list[int], list[bool]]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Behind the text, where causal attention does not see it; -100 where nothing is to be learnt."""
+    """After the text, where causal attention does not see it; -100 where nothing is to be learnt."""
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([[*ids, *[PAD] * (longest - len(ids))] for ids, _ in rows])
     learnt = torch.tensor([[*mask, *[False] * (longest - len(mask))] for _, mask in rows])

@@ -107,7 +107,7 @@ def questions(things: tuple[Thing, ...], draw: random.Random) -> list[Question]:
 
 
 def text_questions(things: tuple[Thing, ...], draw: random.Random) -> list[Question]:
-    """About colours and shapes that a text names; without the text itself, which goes in front of the first of them."""
+    """About colours and shapes that a text names; without the text itself, which goes before the first of them."""
     found = [question for make in (_colour, _shape) if (question := make(things, draw)) is not None]
     draw.shuffle(found)
     return [question._replace(kind="text") for question in found]

@@ -106,7 +106,7 @@ def test_a_plan_is_that_of_the_first_run(source):
     curve = quality.loss_curve(source, rankfold.Rankfold(**FINE), data)
     asked = plan.method["sparsity"]
     assert curve(asked) == pytest.approx(-0.9 * math.log(0.8), rel=0.05)
-    assert curve(0.3) < curve(0.6) < curve(0.8)  # and behind the end of what was measured
+    assert curve(0.3) < curve(0.6) < curve(0.8)  # and after the end of what was measured
     with pytest.raises(OptionError, match="keep_quality=0.8 is predicted on the curves of allocation measured"):
         rankfold.plan(source, keep_quality=0.8, method="modegpt", calibration=data)
     with pytest.raises(OptionError, match="got greedy"):  # which measures, but no curves

@@ -194,7 +194,7 @@ def _csv(rows: list[str], rng: random.Random, field: str, delimiter: str = ","):
         "a field too many": ((table + delimiter.join("abc") + "\n").encode(), None),
         "a field too few": ((table + "a\n").encode(), None),
         "an open quote": ((table + f'1{delimiter}"a').encode(), None),
-        "a text behind a quote": ((table + f'1{delimiter}"a"b\n').encode(), None),
+        "a text after a quote": ((table + f'1{delimiter}"a"b\n').encode(), None),
         "no column of it": ((f"n{delimiter}body\n1{delimiter}x\n").encode(), None),
         "only names": ((f"n{delimiter}text\n").encode(), None),
         "one name twice": ((f"text{delimiter}text\na{delimiter}b\n").encode(), None),

@@ -1,4 +1,4 @@
-"""What a tower is given in front of a projector."""
+"""What a tower is given before a projector."""
 
 import torch
 

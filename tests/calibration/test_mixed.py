@@ -96,7 +96,7 @@ def test_a_compression_mixes_once_and_ends_in_the_same_weights(options, mixing, 
     assert many - few == blocks * streams * spared_passes(steps) > 0
 
 
-def test_passes_are_spared_behind_the_step_that_attention_stays_from():
+def test_passes_are_spared_after_the_step_that_attention_stays_from():
     view = opened("llama").block(0)
 
     def spared(name, ranks, **options):

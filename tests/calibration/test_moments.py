@@ -222,7 +222,7 @@ def test_within_windows_is_the_mean_of_their_covariances():
 
 
 def test_sums_in_fp32_are_of_few_rows(monkeypatch):
-    """Behind 2^27 in fp32 a 4 is lost, so what was summed by then lies in fp64."""
+    """After 2^27 in fp32 a 4 is lost, so what was summed by then lies in fp64."""
     monkeypatch.setattr(moments, "FP32_ROWS", 8)
     vector = moments.VectorMoment()
     for value in (4096.0, 4096.0, 1.0, 1.0, 1.0):

@@ -68,17 +68,17 @@ def test_two_streams_run_side_by_side():
     block = source.block(0).module
     with torch.no_grad():
         args, kwargs, _ = before.calls[0][0]
-        behind, inside = [], []
+        after, inside = [], []
         hook = block.mlp.register_forward_hook(lambda _, __, out: inside.append(out))
         for hidden in before.hidden:
             out = block(hidden, *args, **kwargs)
-            behind.append(out[0] if isinstance(out, tuple) else out)
+            after.append(out[0] if isinstance(out, tuple) else out)
         hook.remove()
-    # Both streams are equal in front of the first block, so what is missing behind attention is what the MLP sends.
+    # Both streams are equal before the first block, so what is missing after attention is what the MLP sends.
     sent = torch.cat([x.flatten(0, -2) for x in inside])
     torch.testing.assert_close(missing.mean.float(), sent.mean(0), rtol=1e-4, atol=1e-6)
     assert missing.energy.item() / missing.count == pytest.approx(sent.square().sum(1).mean().item(), rel=1e-4)
-    torch.testing.assert_close(dense.hidden, behind)
+    torch.testing.assert_close(dense.hidden, after)
     torch.testing.assert_close(small.hidden, before.hidden)
     view = halved(source)
     both.follow(view)

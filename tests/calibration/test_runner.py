@@ -236,7 +236,7 @@ def test_batches_grow_with_the_memory_of_an_accelerator_whatever_is_free_of_it(f
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize("keep", [None, torch.tensor([0, 3, 7])], ids=["all", "some"])
 @torch.no_grad()
-def test_logits_are_those_of_the_model_behind_all_blocks(blocks, keep, monkeypatch):
+def test_logits_are_those_of_the_model_after_all_blocks(blocks, keep, monkeypatch):
     monkeypatch.setitem(CONFIGS, "llama", lambda: transformers.LlamaConfig(**{**GQA, "num_hidden_layers": blocks}))
     source, ids = opened(), some_ids(4, 16)
     stream = start(source, ids, autocast=None)
@@ -247,7 +247,7 @@ def test_logits_are_those_of_the_model_behind_all_blocks(blocks, keep, monkeypat
 
 
 def test_what_nobody_looks_at_is_not_computed():
-    """The model's head while windows are embedded; the down projection, where nothing behind its input is measured."""
+    """The model's head while windows are embedded; the down projection, where nothing after its input is measured."""
     source, ran = opened(), []
     view = source.block(0)
     for name, module in (("head", source.model.lm_head), ("down", view.module.mlp.down_proj)):

@@ -28,8 +28,8 @@ def test_a_ratio_is_explained_where_there_is_one():
     assert "17 [1, 20]" in alone and "ratios" not in alone and "1.00" not in alone
 
 
-def test_a_metric_behind_a_filter_is_in_the_table():
-    """GSM8K's answers are read in two ways, and lm-eval names the filter behind metric and error."""
+def test_a_metric_after_a_filter_is_in_the_table():
+    """GSM8K's answers are read in two ways, and lm-eval names the filter after metric and error."""
     ways = {"strict-match": 0.25, "flexible-extract": 0.375}
     found = {f"exact_match,{way}": share for way, share in ways.items()}
     found |= {f"exact_match_stderr,{way}": share / 10 for way, share in ways.items()}

@@ -66,7 +66,7 @@ def test_perplexities_are_those_of_the_whole_models(family, mode):
 
 @torch.no_grad()
 def drift_of(dense, small, ids) -> list[float]:
-    """Behind every block but the last: the last hidden state is behind the final norm."""
+    """After every block but the last: the last hidden state is after the final norm."""
     pairs = zip(*(m(ids, output_hidden_states=True).hidden_states[1:-1] for m in (dense, small)), strict=True)
     return [((a - b).norm() / a.norm()).item() for a, b in pairs]
 

@@ -36,7 +36,7 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
             planning.build_plan(source, method, planning.allocate_ranks(rank_options(source, method), method), {}, long)
         )
     grown = memory[1].peak_memory_bytes - memory[0].peak_memory_bytes
-    stream = 2**20 * 32 * 4  # bytes; of four of them, in front of 3 blocks and behind one, one is there anyway
+    stream = 2**20 * 32 * 4  # bytes; of four of them, before 3 blocks and after one, one is there anyway
     assert grown == pytest.approx(3 * stream, rel=0.02)
 
 

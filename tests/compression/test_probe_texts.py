@@ -65,7 +65,7 @@ def test_every_kind_has_several_passages_of_its_own(kind):
             assert [turn["role"] for turn in passage] == ["user", "assistant"] * (len(passage) // 2)
 
 
-def test_passages_are_cut_to_a_length_and_padded_behind_their_end(source):
+def test_passages_are_cut_to_a_length_and_padded_after_their_end(source):
     found = load_probes(source)
     assert found.ids.shape == (len(found.lengths), max(found.lengths)) and max(found.lengths) <= LENGTH
     assert found.kinds == tuple(kind for kind in KINDS for _ in passages_of(kind)) and found.dialogue == PLAIN
@@ -143,7 +143,7 @@ def test_a_start_token_stands_in_front_once(tmp_path):
 
 @torch.no_grad()
 def nats(model, found) -> dict[str, float]:
-    """Per token, one passage at a time and nothing behind it."""
+    """Per token, one passage at a time and nothing after it."""
     sums = {kind: torch.zeros(2, dtype=torch.float64) for kind in KINDS}
     for row, length, kind in zip(found.ids, found.lengths, found.kinds, strict=True):
         ids = row[None, :length]

@@ -104,7 +104,7 @@ def unknown(name: str) -> nn.Module:
         "jais2": lambda: t.Jais2Config(**GQA, head_dim=8),
         "persimmon": lambda: t.PersimmonConfig(**SHAPE),
         "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
-        # Experts: in all blocks; behind a dense one, with a shared one; that and a gate in attention.
+        # Experts: in all blocks; after a dense one, with a shared one; that and a gate in attention.
         "mellum": lambda: t.MellumConfig(**GQA, **IDS, **AMONG_SIX, head_dim=8),
         "hy_v3": lambda: t.HYV3Config(**GQA, **IDS, **AMONG_SIX, head_dim=8, first_k_dense_replace=1),
         "aria_text": lambda: t.AriaTextConfig(**GQA, **IDS, moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
@@ -202,7 +202,7 @@ def test_attention_of_which_later_blocks_have_more_stays_dense():
 
 
 @torch.no_grad()
-def test_queries_that_grow_with_their_position_do_so_behind_what_a_proof_runs(tmp_path):
+def test_queries_that_grow_with_their_position_do_so_after_what_a_proof_runs(tmp_path):
     """As of Ministral 3, beyond the text that it was trained on first."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 1.0}
     config = t.Ministral3Config(

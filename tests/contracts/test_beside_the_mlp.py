@@ -1,4 +1,4 @@
-"""Gemma 4 with experts: these work beside the MLP, both behind and in front of norms of their own.
+"""Gemma 4 with experts: these work beside the MLP, both after and before norms of their own.
 
 References are what transformers' own modules receive and send.
 

@@ -122,7 +122,7 @@ def test_it_sees(place, both):
 
 
 class Killed(BaseException):
-    """As a kill leaves it: nothing behind it is done."""
+    """As a kill leaves it: nothing after it is done."""
 
 
 def killed(*args, **kwargs):

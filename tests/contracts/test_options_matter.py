@@ -282,7 +282,7 @@ def dense_blocks(*protected: int):
 
 @torch.no_grad()
 def score_error(outcome: Outcome, offsets: int | None = None) -> float:
-    """Relative error of the scores of block 0: every query with every key, or with the keys at most so far behind."""
+    """Relative error of the scores of block 0: every query with every key, or with the keys at most so far after."""
     ids = tokens(32).ids
     scores = []
     for model in (outcome.source.model, outcome.model):

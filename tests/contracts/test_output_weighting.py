@@ -26,7 +26,7 @@ GRADIENT = {"output_weighting": "fisher", "rank_multiple": 2, "allocation": "uni
 
 
 def gradients_of(family: str, index: int) -> dict[str, Tensor]:
-    """``(n, D)`` the stock model's gradients behind the MLP and the attention of a block."""
+    """``(n, D)`` the stock model's gradients after the MLP and the attention of a block."""
     model = tiny_model(family)
     block = blocks_of(model)[index]
     paths = {module: name for name, module in block.named_modules()}
@@ -154,7 +154,7 @@ def test_every_family_takes_it(family, tmp_path):
     with torch.no_grad():
         assert small(some_ids()).logits.isfinite().all()
     assert record["options"]["output_weighting"] == "fisher"
-    # Of an attention only where nothing is fitted behind its values: feedback changes what they are worth.
+    # Of an attention only where nothing is fitted after its values: feedback changes what they are worth.
     without = {"qk", "experts"} | ({"vo"} if opened(family).block(0).is_plain_residual else set())
     for reports in record["blocks"].values():
         assert {m for m, report in reports.items() if "predicted_loss" in report} == reports.keys() - without
@@ -174,7 +174,7 @@ def test_curves_and_effects_are_in_the_metric_too():
         assert falling == sorted(falling, reverse=True) and falling[-1] == 0.0
 
 
-@pytest.mark.parametrize("when", ["in the sweep", "behind it"])
+@pytest.mark.parametrize("when", ["in the sweep", "after it"])
 def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
     """They are kept with an unfinished run, and read again; what is missing is measured, the rest is not."""
     from rankfold import pipeline
@@ -189,7 +189,7 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield index, moments
 
-    def dies_behind_it(work, view, *rest):
+    def dies_after_it(work, view, *rest):
         raise KeyboardInterrupt
 
     def counted(source, ids, observers, first, shards):
@@ -198,7 +198,7 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
 
     name, dies = {
         "in the sweep": ((scores, "sweep"), dies_in_the_sweep),
-        "behind it": ((pipeline, "run_stages"), dies_behind_it),
+        "after it": ((pipeline, "run_stages"), dies_after_it),
     }[when]
     monkeypatch.setattr(*name, dies)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Towers that take images of any size, patch behind patch: Qwen-VL's."""
+"""Towers that take images of any size, patch after patch: Qwen-VL's."""
 
 import json
 

@@ -18,7 +18,7 @@ METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
 
 def llava():
-    """Llama behind CLIP, whose last block but one is looked at."""
+    """Llama after CLIP, whose last block but one is looked at."""
     torch.manual_seed(0)
     text = t.LlamaConfig(**GQA)
     vision = t.CLIPVisionConfig(**VISION, num_hidden_layers=3, num_attention_heads=2)

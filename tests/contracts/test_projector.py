@@ -1,4 +1,4 @@
-"""The projector between a tower and a language model: an MLP by itself, with a stream of another width behind it."""
+"""The projector between a tower and a language model: an MLP by itself, with a stream of another width after it."""
 
 import json
 

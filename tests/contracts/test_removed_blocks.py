@@ -186,8 +186,8 @@ def test_a_language_model_receives_the_same_states_of_its_tower(named, gone, tmp
 
 
 @pytest.mark.parametrize("method, derived", [("shortgpt", False), ("sleb", False), ("shortgpt", True)])
-def test_blocks_that_images_are_added_behind_stay(method, derived, monkeypatch):
-    """By their number: images would be added behind others."""
+def test_blocks_that_images_are_added_after_stay(method, derived, monkeypatch):
+    """By their number: images would be added after others."""
     if derived:  # as of Qwen3-VL-MoE
         monkeypatch.delitem(registry._BY_TYPE, "qwen3_vl_text")
     config = tiny_pairs.FAMILIES["qwen3_vl"].config()

@@ -189,11 +189,11 @@ def kronecker_costs(family: str, name: str, index: int, module: str, W: Tensor, 
     """Half the Fisher's quadratic form, layer by layer; of rows what they computed stands for weight and input."""
     *before, last = signals_of(family, index)[module]
     centred = name == "llm-surgeon" and projections(dense_model(family), index)[module].bias is not None
-    inside, behind = second(X - X.mean(0) * centred), second(last.gradients[0])
+    inside, after = second(X - X.mean(0) * centred), second(last.gradients[0])
     metrics, costs = [second(torch.cat([g.flatten(1) for g in layer.gradients], 1)) for layer in before], []
     for unit in range(count):
         mine = torch.arange(unit * X.shape[1] // count, (unit + 1) * X.shape[1] // count)
-        cost = (metric_of(name, inside, mine) * (W[:, mine].T @ behind @ W[:, mine])).sum()
+        cost = (metric_of(name, inside, mine) * (W[:, mine].T @ after @ W[:, mine])).sum()
         for layer, G in zip(before, metrics, strict=True):
             begin = 0
             for y in layer.outputs:
@@ -267,7 +267,7 @@ def inputs_of(family: str, index: int, module: str) -> Tensor:
 
 
 def reference(family: str, name: str, source, plan) -> nn.Module:
-    """The dense model, dropped units silenced; what a bias takes is added behind the projection."""
+    """The dense model, dropped units silenced; what a bias takes is added after the projection."""
     model = tiny_model(family)
     for index in range(3):
         for module in modules_of(family):

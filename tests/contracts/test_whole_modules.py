@@ -123,7 +123,7 @@ def test_generation_with_cache_equals_without(run):
 
 
 @torch.no_grad()
-def test_tokens_behind_a_cache_are_where_they_are_without(run):
+def test_tokens_after_a_cache_are_where_they_are_without(run):
     *_, model = run
     ids = some_ids()
     cache = filled_cache(model, ids[:, :12])

@@ -67,7 +67,7 @@ def test_one_object_with_a_text_is_one_document(tmp_path):
 
 
 def test_a_document_of_a_table_may_be_long(tmp_path):
-    """Python's own limit is 131,072 characters; it is as before behind us."""
+    """Python's own limit is 131,072 characters; what it was before, it is again."""
     before = csv.field_size_limit()
     table(tmp_path / "a.csv", [{"text": "x" * 300_000}], ",")
     assert len(read_text(str(tmp_path / "a.csv")).documents[0]) == 300_000

@@ -53,7 +53,7 @@ def test_an_encoder_reads_whole_texts_and_a_decoder_does_not(text):
 
 
 def starting():
-    """One id a letter, and a start token that it puts in front of a text."""
+    """One id a letter, and a start token that it puts before a text."""
     made = tokenizer()
     made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A", special_tokens=[("[CLS]", 1)]
@@ -89,7 +89,7 @@ def test_windows_too_short_and_texts_of_its_own_are_refused(text):
         rankfold.load_calibration("self", source)
 
 
-def test_positions_behind_the_padding_token_shorten_the_context(text):
+def test_positions_after_the_padding_token_shorten_the_context(text):
     roberta = rankfold.open_model(tiny_encoder("xlm-roberta"), device="cpu", tokenizer=tokenizer())
     config = roberta.config
     assert roberta.context_length == config.max_position_embeddings - config.pad_token_id - 1

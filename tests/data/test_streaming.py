@@ -21,7 +21,7 @@ def line(i: int) -> str:
 
 
 def code_points(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
-    """A tokenizer with one id a character, behind a start token where special tokens are wanted."""
+    """A tokenizer with one id a character, after a start token where special tokens are wanted."""
     ids = [1] * add_special_tokens + [ord(c) for c in text]
     return SimpleNamespace(input_ids=torch.tensor([ids], dtype=torch.long))
 

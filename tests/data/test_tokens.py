@@ -196,7 +196,7 @@ def test_a_tokenizer_of_another_model_is_refused(text):
         (1, 1, 1, 0),
     ],
 )
-def test_windows_behind_the_samples_are_held_out(text, windows, samples, fit, held_out):
+def test_windows_after_the_samples_are_held_out(text, windows, samples, fit, held_out):
     """Reference: the permutation of all windows of the stream, cut by hand."""
     name = text(windows * 16 + 5)
     tokens = load_calibration(name, source(), num_samples=samples, max_length=16, seed=5)

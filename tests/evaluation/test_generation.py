@@ -1,4 +1,4 @@
-"""Text a model writes: the space behind the prompt, settings beside the weights, and what is no number."""
+"""Text a model writes: the space after the prompt, settings beside the weights, and what is no number."""
 
 import re
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from rankfold.evaluation.generation import continue_text
 
 
 class Words:
-    """Drops the space in front of the first piece it decodes, as SentencePiece does; every id is a word."""
+    """Drops the space before the first piece it decodes, as SentencePiece does; every id is a word."""
 
     pad_token_id = 0
 
@@ -39,7 +39,7 @@ def model():
     return opened("llama").model
 
 
-def test_the_space_behind_the_prompt_stays(model):
+def test_the_space_after_the_prompt_stays(model):
     text = continue_text(model, Words(), "once upon", max_new_tokens=3)
     assert text.startswith(" ") and len(text.split()) == 3
 

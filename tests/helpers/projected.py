@@ -48,7 +48,7 @@ def logits(model, ids=None) -> Tensor:
 
 @torch.no_grad()
 def has_layer_norms(model) -> bool:
-    """Whether adding a number to all of its input changes nothing behind the first norm."""
+    """Whether adding a number to all of its input changes nothing after the first norm."""
     norm = next(m for name, m in blocks_of(model)[0].named_children() if "norm" in name or name.startswith("ln_"))
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).dtype)
     return torch.allclose(norm(x), norm(x + 1), atol=1e-5)

@@ -23,8 +23,8 @@ OUT = ANY | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
 WINDOWS = OUT | {"window_size": 28, "fullatt_block_indexes": [1]}  # 16 patches see each other in blocks 0 and 2
 
 
-def _behind(tower: dict) -> dict:
-    """The language model behind a tower."""
+def _after(tower: dict) -> dict:
+    """The language model after a tower."""
     # A copy: Qwen3.5's config writes into the dictionary that it is given.
     return {"text_config": {**GQA, **IDS, **copy.deepcopy(ROPE)}, "vision_config": tower, **PLACES}
 
@@ -59,17 +59,17 @@ ENCODERS = {
     "siglip-head": Encoder("SiglipForImageClassification", t.SiglipConfig(**TWO)),
     "qwen2-vl": Encoder(
         "Qwen2VLForConditionalGeneration",
-        t.Qwen2VLConfig(**_behind(ANY | {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2})),
+        t.Qwen2VLConfig(**_after(ANY | {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2})),
         "vision",
     ),
-    "qwen2.5-vl": Encoder("Qwen2_5_VLForConditionalGeneration", t.Qwen2_5_VLConfig(**_behind(WINDOWS)), "vision"),
+    "qwen2.5-vl": Encoder("Qwen2_5_VLForConditionalGeneration", t.Qwen2_5_VLConfig(**_after(WINDOWS)), "vision"),
     "qwen3-vl": Encoder(
         "Qwen3VLForConditionalGeneration",
-        t.Qwen3VLConfig(**_behind(OUT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64})),
+        t.Qwen3VLConfig(**_after(OUT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64})),
         "vision",
     ),
     "qwen3.5": Encoder(
-        "Qwen3_5ForConditionalGeneration", t.Qwen3_5Config(**_behind(OUT | {"num_position_embeddings": 64})), "vision"
+        "Qwen3_5ForConditionalGeneration", t.Qwen3_5Config(**_after(OUT | {"num_position_embeddings": 64})), "vision"
     ),
 }
 
@@ -95,7 +95,7 @@ def opened_encoder(family: str) -> DenseModel:
 
 
 def packed(seed: int, *sizes: tuple[int, int]) -> Example:
-    """Images of so many patches down and across, one behind the other."""
+    """Images of so many patches down and across, one after the other."""
     patches = sum(down * across for down, across in sizes)
     pixels = torch.randn(patches, 3 * 2 * 7 * 7, generator=torch.Generator().manual_seed(seed))
     return Example.of({"hidden_states": pixels, "grid_thw": torch.tensor([[1, *size] for size in sizes])})
@@ -123,7 +123,7 @@ def samples_of(source: DenseModel) -> CalibrationData:
 
 @torch.no_grad()
 def states(model: nn.Module, family: str, batch: Data, **options) -> Tensor:
-    """``(B, T, D)`` behind the last norm of a model of this family, by the model's own forward and no code of ours."""
+    """``(B, T, D)`` after the last norm of a model of this family, by the model's own forward and no code of ours."""
     if not isinstance(batch, Tensor):
         return torch.cat([model.model.visual(**some.read()).last_hidden_state for some in batch])[None]
     tower = {"clip-text": "text_model", "siglip-text": "text_model", "clip-vision": "vision_model"}.get(family)

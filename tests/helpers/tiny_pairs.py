@@ -132,7 +132,7 @@ FAMILIES = {
     ),
     "qwen3_vl": Family(
         t.Qwen3VLForConditionalGeneration, lambda: t.Qwen3VLConfig(**QWEN3, **PLACES), None
-    ),  # adds its images to the stream behind the first block, too
+    ),  # adds its images to the stream after the first block, too
 }
 
 

@@ -20,7 +20,7 @@ def turned(x, angles):
 
 @pytest.mark.parametrize("rotary_dim", [12, 8])
 def test_scattered_queries_and_keys_have_the_scores_of_the_narrow_ones(rotary_dim):
-    """At every distance; with partial rotation pairs that do not turn sit behind those that do."""
+    """At every distance; with partial rotation pairs that do not turn sit after those that do."""
     torch.manual_seed(0)
     N, H, half = 12, 3, rotary_dim // 2
     still = [half] * ((N - rotary_dim) // 2)

@@ -10,7 +10,7 @@ from families import GQA, IDS, SHAPE, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError
 
-E = 12  # more than ten: 10 comes behind 9
+E = 12  # more than ten: 10 comes after 9
 SIZES = {**GQA, "intermediate_size": 16}
 CONFIGS = {
     "mixtral": lambda: t.MixtralConfig(**SIZES, num_local_experts=E),

@@ -227,7 +227,7 @@ def test_a_kind_of_text_is_worse_where_its_loss_is_more_than_chance_explains():
     after = [x + 0.5 for x in before]
     for i in range(
         6, 12
-    ):  # as much on average, in one passage out of six; what is behind the end of a passage is padding
+    ):  # as much on average, in one passage out of six; what is after the end of a passage is padding
         after[i] = before[i] + 9.0 * torch.arange(8).ge(4) + (3.0 if i == 6 else 0.0)
     found = worse_kinds(probes, kinds, ProbeLosses(before, before, after), 0.02)
     assert found == {"prose": pytest.approx(math.exp(0.5))}

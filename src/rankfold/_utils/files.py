@@ -120,7 +120,7 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Generator[Path]:
-    """A temporary name to write to, which becomes ``path`` behind the block; after an error nothing of it is left."""
+    """A temporary name to write to, which becomes ``path`` after the block; after an error nothing of it is left."""
     temporary = path.with_name(path.name + TEMPORARY)
     with writing(path):
         try:

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: experts beside a shared one behind the first blocks; latent attention. dots.llm1: such experts,
+"""DeepSeek V2 and V3: experts beside a shared one after the first blocks; latent attention. dots.llm1: such experts,
 and Qwen3's attention. ERNIE 4.5 MoE: such experts without groups, and the attention of ERNIE 4.5."""
 
 from dataclasses import replace

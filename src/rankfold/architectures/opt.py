@@ -16,7 +16,7 @@ ARCHITECTURES = (
             dropout="dropout",
         ),
         mlp=MLPSpec(up="fc1", down="fc2", width="ffn_dim", activation="activation_fn"),
-        # OPT-350m normalises behind each half, so its MLP reads the stream itself
+        # OPT-350m normalises after each half, so its MLP reads the stream itself
         middle=ByConfig("do_layer_norm_before", yes="final_layer_norm", no="fc1"),
         is_plain_residual=ByConfig("do_layer_norm_before", yes=True, no=False),
         norms=NormsSpec(("self_attn_layer_norm",), ("final_layer_norm",), is_layernorm=True),

@@ -37,7 +37,7 @@ class Part:
 
     @property
     def packed(self) -> bool:
-        """Whether images of any size go through it, one behind the other."""
+        """Whether images of any size go through it, one after the other."""
         return self.architecture.attention.packed
 
     @property

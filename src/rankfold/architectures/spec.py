@@ -214,14 +214,14 @@ class Architecture:
     # the block's input, and in a block of one of them. The per-module influence score (MoDeGPT Eq. 42) needs that
     # point.
     middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
-    # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind
+    # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor after
     # them. Only then can an output projection be fitted to what is missing from the stream.
     is_plain_residual: bool | ByConfig[bool] = True
     # The RMS norms that the outputs of attention and of the MLP go through before they are added; None: no such norms.
     norms_after: tuple[str, str] | None = None
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
     # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states
-    # behind the last block are looked at in place of predictions.
+    # after the last block are looked at in place of predictions.
     decoder: bool = True
     # Whether this is one block that makes another stream of what it receives, instead of adding to it.
     is_projector: bool = False
@@ -230,9 +230,9 @@ class Architecture:
     # Field of the config for the numbers of each token that every block is handed beside the stream. These, and keys
     # and values that later blocks read, are in memory for all calibration tokens.
     handed: str | None = None
-    # Whether images are added to the stream behind some blocks, which their numbers name, too.
+    # Whether images are added to the stream after some blocks, which their numbers name, too.
     images_after_blocks: bool = False
-    # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be
+    # Whether positions are counted from after the number of the padding token, as in RoBERTa: so many fewer can be
     # used.
     positions_after_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, weights of attention) instead of the hidden states

@@ -3,7 +3,7 @@
 Shape legend: B sequences of a batch, T tokens, D model width, V vocabulary.
 
 The loss is the model's own: nats of every next token, summed. A forward keeps what enters every block. From the
-gradient behind the last one the blocks run once more, last to first, each with the graph of one batch; so one block is
+gradient after the last one the blocks run once more, last to first, each with the graph of one batch; so one block is
 resident here too. Only observers form gradients of weights, one layer at a time, out of what enters it and the gradient
 at its output.
 """
@@ -36,7 +36,7 @@ def windows_for(samples: int, length: int, width: int) -> int:
 
 def sweep_memory(source, tokens: int) -> int:
     """Estimate of what a sweep over so many tokens holds beside the block, in bytes: what enters every block and the
-    gradient behind one; then the logits of some positions, or the graph of one block and batch."""
+    gradient after one; then the logits of some positions, or the graph of one block and batch."""
     view = source.meta_block(0)
     width = view.width
     hidden = view.hidden
@@ -106,7 +106,7 @@ def _back(
 @torch.enable_grad()
 @time_spent("forward")
 def _of_loss(source, ids: Batch, stream: Stream, hidden: Tensor) -> Tensor:
-    """``(B, T, D)`` gradient behind the last block of the summed loss of one batch, some positions at a time."""
+    """``(B, T, D)`` gradient after the last block of the summed loss of one batch, some positions at a time."""
     x = hidden.to(source.compute_dtype).requires_grad_()
     gradient = torch.zeros_like(x)
     for some, targets in predictions(source, ids, stream, x, positions=max(1, POSITIONS // len(x))):
@@ -120,12 +120,12 @@ def _of_loss(source, ids: Batch, stream: Stream, hidden: Tensor) -> Tensor:
 def _through(
     view: BlockView, stream: Stream, batch: int, hidden: Tensor, observers: Iterable[BackwardObserver]
 ) -> Tensor:
-    """``(B, T, D)`` gradient in front of a block out of the one behind it.
+    """``(B, T, D)`` gradient before a block out of the one after it.
 
     Args:
         stream: of gradients.  hidden: what entered the block.  observers: told of what they watch.
     """
-    args, kwargs, _ = stream.calls[batch][view.index]  # what is added behind the block takes no part
+    args, kwargs, _ = stream.calls[batch][view.index]  # what is added after the block takes no part
     x = hidden.requires_grad_()
     with watched(*(_Told(observer, hidden.shape[1]) for observer in observers)):
         with stream.context():

@@ -23,7 +23,7 @@ class Hooked(Protocol):
 
 
 class InFrontOf:
-    """Leaves every forward in front of a layer."""
+    """Leaves every forward before a layer."""
 
     def __init__(self, layer: nn.Module):
         self.layer = layer

@@ -1,4 +1,4 @@
-"""Observers of the residual stream: in front of a block, between its halves, behind it, and beside the dense model's.
+"""Observers of the residual stream: before a block, between its halves, after it, and beside the dense model's.
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 """
@@ -47,8 +47,8 @@ class Middle:
 class FeedbackObserver(Observer):
     """What an output projection receives, with what the dense stream has and this one lacks without its output.
 
-    Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus
-    this stream behind attention. A projection that gave exactly this would repair all that was lost before it.
+    Attention: the dense stream after attention minus this block's input. MLP: the dense stream after the block minus
+    this stream after attention. A projection that gave exactly this would repair all that was lost before it.
     """
 
     def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
@@ -69,7 +69,7 @@ class FeedbackObserver(Observer):
 
 
 class StreamObserver(Observer):
-    """Second moment of the residual stream in front of the block, between its halves or behind it.
+    """Second moment of the residual stream before the block, between its halves or after it.
 
     Every vector is normalised as the norms of the block do, with neither scale nor shift: all tokens count alike.
     """

@@ -61,7 +61,7 @@ class Scene:
         return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=rows, first=self.first)
 
 
-# Behind queries, keys and values; in front of the output projection of attention, or of the MLP; behind the block.
+# After queries, keys and values; before the output projection of attention, or of the MLP; after the block.
 Place = Literal["projections", "attention", "mlp", "end"]
 PLACES: tuple[Place, ...] = get_args(Place)
 
@@ -107,13 +107,13 @@ STATISTICS: dict[str, Statistic] = {
     "dense_attention_output": _beside("attention_output", part="attention"),
     "dense_mlp_input": _beside("mlp_input", "mlp", part="mlp"),
     "dense_mlp_hidden": _beside("mlp_hidden", "mlp", part="mlp"),
-    # What the dense stream has behind attention and this one lacks, with the input of the output projection.
+    # What the dense stream has after attention and this one lacks, with the input of the output projection.
     "attention_feedback": Statistic(
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
         two_streams=True,
         part="attention",
     ),
-    # What the dense stream has behind the block and this one lacks behind attention, with the input of the down
+    # What the dense stream has after the block and this one lacks after attention, with the input of the down
     # projection.
     "mlp_feedback": Statistic(
         lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
@@ -134,7 +134,7 @@ STATISTICS: dict[str, Statistic] = {
     # Squares of the queries (keys) that a q/k-norm receives, over the mean square it divides by, per head.
     "query_squares": Statistic(lambda s: s.squares(0), "projections", part="norms"),
     "key_squares": Statistic(lambda s: s.squares(1), "projections", part="norms"),
-    # The normalised residual stream in front of the block, between its halves, and behind it.
+    # The normalised residual stream before the block, between its halves, and after it.
     "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), sequential=True),
     "stream_middle": Statistic(lambda s: StreamObserver(s.view, "middle"), "mlp", sequential=True),
     "stream_output": Statistic(lambda s: StreamObserver(s.view, "output"), "end", sequential=True),
@@ -142,10 +142,10 @@ STATISTICS: dict[str, Statistic] = {
     # covariances within windows.
     "absolute": Statistic(None),
     "windows": Statistic(None),
-    # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them;
+    # Inputs of output and down projections over the RMS of what these make of them, where a norm stands after them;
     # and likewise what outputs of experts are multiplied with.
     "norms_after": Statistic(None, sequential=True),
-    # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the
+    # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one after the
     # other.
     "input_energy": Statistic(
         lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]), "mlp"

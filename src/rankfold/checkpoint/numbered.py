@@ -51,7 +51,7 @@ def cut_part(config, kept: tuple[int, ...]) -> None:
         config.attention_types = [[config.attention_layers, 1]]
     if hasattr(
         config, "stage_names"
-    ):  # of a backbone: one for every block, and what is handed out is behind the last one
+    ):  # of a backbone: one for every block, and what is handed out is after the last one
         config.stage_names = ["stem", *(f"stage{place + 1}" for place in range(len(kept)))]
         config.set_output_features_output_indices(out_features=None, out_indices=None)
 
@@ -73,9 +73,7 @@ def cut_model(config, blocks: int, kept: tuple[int, ...]) -> None:
         blocks: of the dense tower.
         kept: blocks of it that are left, ascending.
     """
-    found = getattr(
-        config, "vision_feature_layer", None
-    )  # LLaVA's: a place among the states in front of and behind blocks
+    found = getattr(config, "vision_feature_layer", None)  # LLaVA's: a place among the states before and after blocks
     if found is None:
         return
 

@@ -1,6 +1,6 @@
 """Which blocks a model does best without, found one after another: SLEB (arXiv:2402.09025).
 
-Every block that is still there is left out once, what the blocks behind it make of that is carried to the end, and the
+Every block that is still there is left out once, what the blocks after it make of that is carried to the end, and the
 block without which the text is predicted best goes for good. Then the same on the model that is left. All candidates of
 a round are tried side by side: only one block is resident at a time, and beside the stream of what is left run as many
 others as blocks have been left out so far.

@@ -150,9 +150,9 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
         spared = spared_passes(method.stages(view, the_plan.ranks(index)))
         stages -= spared * clock(lambda: attend(view, stream)) / tokens if spared else 0.0
     some = noise(source.part, 1, min(length, HEAD_TOKENS))
-    behind = start(source, some, autocast=source.autocast)
-    (batch,), is_decoder = again(some, behind.hidden), source.architecture.decoder
-    head = clock(lambda: nats_per_token(source, some, behind) if is_decoder else outputs(source, batch, behind))
+    after = start(source, some, autocast=source.autocast)
+    (batch,), is_decoder = again(some, after.hidden), source.architecture.decoder
+    head = clock(lambda: nats_per_token(source, some, after) if is_decoder else outputs(source, batch, after))
     head /= tokens_in(some, source.part)
     return Rates(read, forward, stages, dense, alone, head)
 

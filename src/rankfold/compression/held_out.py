@@ -79,7 +79,7 @@ class HeldOut:
         self.dense = start(source, ids, autocast=source.autocast, shards=shards)
         self.small = self.dense.copy()
         self.provider = HiddenStates(self.small, self.dense, inputs) if sequential else DenseMoments(self.dense)
-        self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
+        self.drift: list[float] = []  # of the compressed from the dense stream, after every block
 
     def enter(self, view: BlockView, *, skip: bool) -> None:
         """Go through the dense block; ``skip``: nobody will measure it."""

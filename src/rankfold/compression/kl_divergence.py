@@ -1,7 +1,7 @@
 """What compressing each module alone does to the model's predictions, and so what every rank of it would cost.
 
 A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed
-alone, to the sparsity that all would have, and its block's output carried through the dense blocks behind it: the
+alone, to the sparsity that all would have, and its block's output carried through the dense blocks after it: the
 divergence of the predictions there is its effect; of an encoder, the change of its last states. Texts of other kinds
 may count beside held-out samples: a module may do little for the calibration text and much for source code. Between
 ranks the effect grows like the squared error; where a whole module may go, that is tried as well. Only one block is
@@ -151,7 +151,7 @@ class _Search:
             self.ids, self.weights = _some_to_compare(source, unseen), None
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
         self.together = {} if self.dense.hands_on else _side_by_side(source, self.ids)
-        # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
+        # Of every shard here, what was tried in the blocks that fell to it, and the streams after these trials.
         self.found: dict[int, list[Sensitivity]] = {shard: [] for shard in own_shards(tokens.shards)}
         self.tried = {shard: Stream([], [], source.autocast) for shard in self.found}
 

@@ -279,7 +279,7 @@ def peak_memory(
     view = max(views, key=lambda view: (bool(view.mlp or view.experts), _hidden(view)))
     statistics = set().union(*map(method.statistics, views))
     width, probes = view.width, most_tokens(source)
-    # Two streams side by side are three: dense behind attention and behind the block, and compressed.
+    # Two streams side by side are three: dense after attention and after the block, and compressed.
     two = any(STATISTICS[name].two_streams for name in statistics)
     streams = 3 if two else 1
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search

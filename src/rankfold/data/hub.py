@@ -11,7 +11,7 @@ from ..errors import DataError
 from .built_in import BUILT_IN
 
 BUFFER = 10_000  # rows that a shuffled stream holds to draw the next one from: some 20 MB of web text
-HUB = "hub:"  # in front of the name of a data set with images
+HUB = "hub:"  # before the name of a data set with images
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def load_probes(source) -> Probes:
     for kind in KINDS:
         for passage in written if kind == "dialogue" else passages_of(kind):
             ids = _ids(source, frame, passage, templated=kind == "dialogue" and dialogue == TEMPLATE)
-            # The end of a dialogue says more than what a template puts in front of it.
+            # The end of a dialogue says more than what a template puts before it.
             rows.append(frame.around((ids[-room:] if kind == "dialogue" else ids[:room])[None])[0])
             kinds.append(kind)
     if min(map(len, rows)) < 2:

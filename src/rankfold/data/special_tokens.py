@@ -15,14 +15,14 @@ WORD = "a"
 
 
 class Frame(NamedTuple):
-    """Token ids in front of a text and behind it."""
+    """Token ids before a text and after it."""
 
     before: tuple[int, ...] = ()
-    behind: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return len(self.before) + len(self.behind)
+        return len(self.before) + len(self.after)
 
     @property
     def inside(self) -> dict:
@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
     def around(self, windows: Tensor) -> Tensor:
         """``(S, T + tokens)`` out of ``(S, T)``."""
-        sides = [torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (self.before, self.behind)]
+        sides = [torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (self.before, self.after)]
         return torch.cat([sides[0], windows, sides[1]], dim=1)
 
 

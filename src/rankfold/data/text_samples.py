@@ -53,7 +53,7 @@ def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read
     never overlap.
 
     An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that
-    is lost without its start token (Gemma) has it in front of every sample.
+    is lost without its start token (Gemma) has it before every sample.
 
     Args:
         shares: name of a text -> its share (:func:`.shares_of`); ``self`` is text sampled from the model.

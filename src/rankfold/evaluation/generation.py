@@ -117,7 +117,7 @@ def ends_alone(model) -> Iterator[None]:
 def text_after(tokenizer, ids: Tensor, written: Tensor) -> str:
     """Return the text of the ``(m,)`` ids written after the ``(n,)`` ids of a prompt.
 
-    A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
+    A tokenizer may drop the space before what it decodes first, so the prompt is decoded too.
     """
     whole = torch.cat([ids, written])
     begin, text = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids, whole))

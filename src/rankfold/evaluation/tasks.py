@@ -350,7 +350,7 @@ def _in_turn(found: list[Any]) -> Any:
 
 def _plain(name: str, result: dict, cut: Counter[str]) -> dict:
     """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``, with the name of
-    a filter behind that of the metric, the number of questions, and how many prompts were cut, if any."""
+    a filter after that of the metric, the number of questions, and how many prompts were cut, if any."""
     facts = {}
     for key, value in result["results"][name].items():
         metric, comma, filtered = key.partition(",")

@@ -109,7 +109,7 @@ class Texts:
 
 
 def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limit: int | None) -> Tensor:
-    """``(W, T)`` windows of a text as a model reads it, with its start token in front of each where it is lost without.
+    """``(W, T)`` windows of a text as a model reads it, with its start token before each where it is lost without.
 
     Args:
         model: its name, for messages.  config: of its language model.

@@ -1,4 +1,4 @@
-"""Change the columns of a matrix one after another, and let the columns behind each make up for it.
+"""Change the columns of a matrix one after another, and let the columns after each make up for it.
 
 Optimal brain surgery (Hassibi and Stork 1993) with the columns passed held still, as in SparseGPT (arXiv:2301.00774,
 Alg. 1) and GPTQ (arXiv:2210.17323, Alg. 1).
@@ -37,7 +37,7 @@ def change_columns(W: Tensor, U: Tensor, change: Callable[[int], Tensor]) -> Non
         W: ``(O, N)``.
         U: ``(N, N)`` of :func:`inverse_factor`, in the dtype of ``W``; any scale of it gives the same.
         change: called with the number of a column when all before it are done; returns ``(O,)`` what it becomes. Up to
-            the next multiple of :data:`COLUMNS` the columns behind it are as they are to be at that time.
+            the next multiple of :data:`COLUMNS` the columns after it are as they are to be at that time.
 
     Cost: O(O N^2) time, a matrix of ``(O, COLUMNS)``.
     """

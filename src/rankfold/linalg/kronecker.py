@@ -79,7 +79,7 @@ def with_bias(W: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def with_one(C: Tensor, mean: Tensor) -> Tensor:
-    """``(N + 1, N + 1)`` second moment of an input with a one behind it.
+    """``(N + 1, N + 1)`` second moment of an input with a one after it.
 
     Args:
         C: ``(N, N)`` second moment.  mean: ``(N,)``.

@@ -135,7 +135,7 @@ def _descending(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tail(energies: Tensor, rank: int) -> float:
-    """Root of the part of the energy behind ``rank``; every term is positive up to rounding, so nothing cancels."""
+    """Root of the part of the energy after ``rank``; every term is positive up to rounding, so nothing cancels."""
     energies = energies.clamp_min(0)
     return (energies[rank:].sum() / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)).sqrt().item()
 

@@ -14,7 +14,7 @@ def head_places(pairs: Tensor, rotary_dim: int) -> Tensor:
 
     Rotary embedding turns dimension ``p`` of a narrow head together with ``p + P``, and in Hugging Face's half layout
     place ``f`` of a wide head with ``f + rotary_dim / 2`` by frequency ``f``. So a pair goes to the places of its
-    frequency, and one that does not turn to the next two places behind ``rotary_dim``. Scores of queries and keys
+    frequency, and one that does not turn to the next two places after ``rotary_dim``. Scores of queries and keys
     scattered so are those of the narrow heads.
 
     Args:
@@ -29,8 +29,8 @@ def head_places(pairs: Tensor, rotary_dim: int) -> Tensor:
     if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) <= half:
         raise ValueError(f"frequencies must be in 0 to {half}, got {int(pairs.min())} to {int(pairs.max())}")
     still = pairs == half
-    behind = rotary_dim + 2 * (still.cumsum(1) - 1)  # (H, P)
-    first, second = torch.where(still, behind, pairs), torch.where(still, behind + 1, pairs + half)
+    after = rotary_dim + 2 * (still.cumsum(1) - 1)  # (H, P)
+    first, second = torch.where(still, after, pairs), torch.where(still, after + 1, pairs + half)
     places = torch.cat([first, second], 1)
     if (places.sort(1).values.diff(dim=1) == 0).any():
         raise ValueError("a head has a frequency twice, and a wide head has one place for it")
@@ -51,6 +51,6 @@ def scatter_heads(x: Tensor, places: Tensor, width: int) -> Tensor:
 
 
 def pad_units(x: Tensor, count: int, dim: int = 0) -> Tensor:
-    """``x`` with zeros behind its entries along ``dim``, ``count`` entries in all."""
-    behind = [0, 0] * (x.dim() - 1 - dim)
-    return pad(x, [*behind, 0, count - x.shape[dim]])
+    """``x`` with zeros after its entries along ``dim``, ``count`` entries in all."""
+    zeros = [0, 0] * (x.dim() - 1 - dim)
+    return pad(x, [*zeros, 0, count - x.shape[dim]])

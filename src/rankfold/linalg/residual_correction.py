@@ -1,4 +1,4 @@
-"""Fit an output projection to what is missing behind it, as far as that holds on windows it was not fitted to.
+"""Fit an output projection to what is missing after it, as far as that holds on windows it was not fitted to.
 
 Shape legend: D model width, F width of the projection's input.
 

@@ -58,7 +58,7 @@ def largest_of_four(scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def surgeon(W: Tensor, C: Tensor, *, ridge: float = 0.01) -> Tensor:
-    r"""Set two of every four weights to zero and let the weights behind them make up for it: SparseGPT
+    r"""Set two of every four weights to zero and let the weights after them make up for it: SparseGPT
     (arXiv:2301.00774).
 
     Algorithm 1 with the 2:4 pattern. Columns go from left to right. With :math:`H = C + \lambda I` and the inverse

@@ -64,7 +64,7 @@ class CompressionStep(NamedTuple):
 
 
 def spared_passes(steps: Sequence[CompressionStep]) -> int:
-    """Return in how many passes through a block attention does not run: behind the first step for which it stays, and
+    """Return in how many passes through a block attention does not run: after the first step for which it stays, and
     when the compressed block is followed."""
     return next((len(steps) - i for i, step in enumerate(steps) if step.attention_stays), 0)
 

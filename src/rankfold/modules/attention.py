@@ -51,7 +51,7 @@ class CompressedAttention(nn.Module):
         super().__init__()
         check_attention(spec)
         self.config, self.layer_idx = config, layer_idx
-        self.names = names  # of what is passed by place behind the hidden states
+        self.names = names  # of what is passed by place after the hidden states
         self.is_asked_for_weights = {"alibi", "output_attentions"} <= set(names)  # Falcon; sdpa gives others none
         self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
         self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read

@@ -43,7 +43,7 @@ def rotary_table(cos, sin, half, interleaved):
 
 
 def turn(x, cos, sin):
-    """Turn pairs of dimensions, as many as there are angles; what stands behind them stays."""
+    """Turn pairs of dimensions, as many as there are angles; what comes after them stays."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = [a * cos - b * sin, b * cos + a * sin]

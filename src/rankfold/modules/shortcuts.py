@@ -1,6 +1,6 @@
 """A decoder block whose residual stream changes its width and its coordinates on the way (SliceGPT, arXiv:2401.15024).
 
-Shape legend: D width of the dense model's stream, r of it kept; r may differ before, inside and behind a block.
+Shape legend: D width of the dense model's stream, r of it kept; r may differ before, inside and after a block.
 """
 
 import inspect
@@ -17,7 +17,7 @@ class ShortcutBlock(GradientCheckpointingLayer):
 
     A parallel block has ``z = S x + attention(N(x)) + mlp(N(x))``. It stands in for the block of any family: the layers
     of attention and MLP keep their places in it, and only the sums and norms are its own. ``S`` take the stream from
-    the coordinates in front of a half to those behind it. ``N(x) = x / sqrt(|x|^2 / D + eps)`` divides by the width of
+    the coordinates before a half to those after it. ``N(x) = x / sqrt(|x|^2 / D + eps)`` divides by the width of
     the dense model, so that a direction that is gone counts as zero; scales, shifts and means of the family's norms are
     in the weights. In the first block ``enter`` takes the stream from the model's coordinates, in the last one
     ``leave`` takes it back.

@@ -34,7 +34,7 @@ def truncate_attention(attention: AttentionView, ranks: dict[str, int], result: 
         "o": Dense(columns.weight.T.contiguous(), o.bias),
     }
     selected = attention.rotary_dim and qk < full
-    own = first[: qk // 2].clamp_max(attention.rotary_dim // 2)  # behind the last frequency: does not turn
+    own = first[: qk // 2].clamp_max(attention.rotary_dim // 2)  # after the last frequency: does not turn
     pairs = own.expand(kv_heads, -1) if selected else None  # (K, R / 2)
     norms = first_norms(attention, qk) if attention.norms and qk < full else None
     put_attention(result, attention, projections, qk, vo, pairs, norms=norms)

@@ -102,7 +102,7 @@ def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, T
 
 
 def refit_output(method, view: BlockView, moments, held_out, module: str) -> BlockResult:
-    """Correct the output projection by what the stream lacks behind attention, as far as held-out samples confirm."""
+    """Correct the output projection by what the stream lacks after attention, as far as held-out samples confirm."""
     attention, others = view.attention, held_out()
     if others is None:  # nothing could confirm it
         return BlockResult(reports={module: {"residual_correction": 0.0}})

@@ -1,4 +1,4 @@
-"""The default: MoDeGPT's shapes, each module fitted to what really reaches it and to what is missing behind it.
+"""The default: MoDeGPT's shapes, each module fitted to what really reaches it and to what is missing after it.
 
 Nothing is added to the model: every matrix keeps its place and loses rows or columns. A block is compressed in three
 stages, each measured on what the stages before it left, on two streams side by side: compressed and dense.

@@ -1,4 +1,4 @@
-"""What the stream lacks behind a projection, and how much of it the projection can be fitted to.
+"""What the stream lacks after a projection, and how much of it the projection can be fitted to.
 
 Shape legend: F input width of the projection, D model width.
 """
@@ -24,7 +24,7 @@ class Repair(NamedTuple):
 def repair(
     dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: tuple[str, str], *, centred: bool
 ) -> Repair:
-    """An output projection moved towards what is missing behind it, as far as held-out samples confirm.
+    """An output projection moved towards what is missing after it, as far as held-out samples confirm.
 
     Args:
         moments, held_out: of windows to fit and of others.

@@ -17,7 +17,7 @@ from .converted import Converted
 
 @dataclass(frozen=True)
 class Bases:
-    """Coordinates of the stream in front of a block, between its halves, and behind it.
+    """Coordinates of the stream before a block, between its halves, and after it.
 
     Each is ``(D, r)`` orthonormal, fp64, or ``None`` where it is not sliced (yet).
     """

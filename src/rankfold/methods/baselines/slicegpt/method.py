@@ -1,6 +1,6 @@
 """Delete rows and columns of every matrix: the residual stream itself becomes narrower (SliceGPT, arXiv:2401.15024).
 
-The stream in front of every half of a block is written in the principal directions of what calibration text sends
+The stream before every half of a block is written in the principal directions of what calibration text sends
 there, and the smallest of them are deleted. Norms stand in no way: they are turned into plain RMSNorms first, which
 commute with rotations. Where coordinates change, the residual branch has a matrix from the old ones to the new ones.
 

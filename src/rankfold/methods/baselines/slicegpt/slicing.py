@@ -41,10 +41,10 @@ def stream_statistics(view: BlockView) -> set[str]:
 
 
 def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
-    """Directions in front of the first block; between attention and MLP, on the sliced input; behind the MLP, on that.
+    """Directions before the first block; between attention and MLP, on the sliced input; after the MLP, on that.
 
     Args:
-        view: the dense block, in front of which the stream is in the coordinates ``view.basis``.
+        view: the dense block, before which the stream is in the coordinates ``view.basis``.
         rank: r; D leaves the block as it is.
     """
     if rank == view.width:
