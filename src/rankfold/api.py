@@ -471,7 +471,7 @@ def _loaded(
 def _in_folder(
     model: str | Path | PreTrainedModel | CompressionResult, tokenizer: Tokenizer | None
 ) -> Generator[str | Path]:
-    """Write a model that is in memory only to a folder for a while."""
+    """Write a model that is in memory only to a folder for a while; the folder has the name it was loaded by."""
     if isinstance(model, CompressionResult) and model.output:
         model = model.output
     if isinstance(model, str | Path):
@@ -481,14 +481,15 @@ def _in_folder(
             )
         yield model
         return
+    held = model.model if isinstance(model, CompressionResult) else model
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "model")
+        folder = Path(temporary, Path(getattr(held, "name_or_path", "")).name or type(held).__name__)
         if not isinstance(model, CompressionResult):
             save_model(model, folder, tokenizer)
         elif tokenizer is None:
             model.save_pretrained(folder)
         else:
-            save_model(model.model, folder, tokenizer)
+            save_model(held, folder, tokenizer)
         yield folder
 
 

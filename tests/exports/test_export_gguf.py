@@ -164,6 +164,15 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
     assert found["general.file_type"] == gguf.LlamaFileType.ALL_F32
 
 
+def test_a_model_in_memory_is_named_as_it_was_loaded(place, tmp_path):
+    dense = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    for path, name in ((str(place / "model"), "model"), ("owner/small-llama", "small-llama"), ("", "LlamaForCausalLM")):
+        dense.name_or_path = path
+        rankfold.export(dense, tmp_path / f"{name}.gguf", "gguf", tokenizer=tokenizer)
+        assert settings(tmp_path / f"{name}.gguf")["general.name"] == f"{name}, by rankfold"
+
+
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
 def test_heads_that_turn_by_the_same_pairs_are_narrow_and_their_frequencies_are_written(scaling, tmp_path):
     """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the dense frequencies."""
