@@ -194,10 +194,7 @@ def export(
         )
     check_output(output)
     folder, _ = resolve_model(model)
-    written = dtype
-    if quantised:  # numbers of a file become those of blocks, not of bfloat16 in between
-        written = "float32" if folder.is_file() else "auto"
-    source = open_compressed(folder, dtype=written)
+    source = open_compressed(folder, dtype="float32" if quantised else dtype)  # blocks are made of no rounded numbers
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)
