@@ -237,7 +237,7 @@ def plan(
     method = method_of_size(source, method, goal)
     if keep_quality is not None:
         method = method_to_keep(source, method, keep_quality, tokens, moments)
-    return pipeline.plan(source, method, tokens, moments=moments)
+    return pipeline.plan(source, method, tokens, moments=moments, goal=goal)
 
 
 @typed

@@ -59,7 +59,7 @@ from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
 from .data.tokens import check_fits, say_if_few
 from .errors import OptionError, check_choice, option
-from .exports.gguf_size import planned_size
+from .exports.gguf_size import with_file
 from .methods import BlockResult, Method
 from .models.auto_classes import auto_class_name
 from .models.block_reader import BlockReader
@@ -109,9 +109,14 @@ def _measure_all(
 
 @one_run()
 def plan(
-    source: DenseModel, method: Method, tokens: CalibrationData | None = None, *, moments: MomentStore | None = None
+    source: DenseModel,
+    method: Method,
+    tokens: CalibrationData | None = None,
+    *,
+    moments: MomentStore | None = None,
+    goal: Goal | None = None,
 ) -> Plan:
-    """Return what :func:`compress` would do; arguments as for :func:`rankfold.plan`."""
+    """Return what :func:`compress` would do; arguments as for :func:`rankfold.plan` and :func:`compress`."""
     check_mode(method, method.modes[0], stored=moments is not None)
     validated(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
@@ -132,7 +137,7 @@ def plan(
             result = decompose(stage, view, moments[index] | shared(index) | (gradients[index] if gradients else {}))
             reports |= {(index, module): report for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
-    return build_plan(source, method, allocated, reports, calibration)
+    return with_file(source, build_plan(source, method, allocated, reports, calibration), goal)
 
 
 @timed_run()
@@ -236,7 +241,8 @@ class CompressionRun:
         if for_stock is not None:
             allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
         self.ranks = allocated.ranks
-        self.planned = build_plan(self.source, self.method, allocated, {}, self.identity["calibration"])
+        planned = build_plan(self.source, self.method, allocated, {}, self.identity["calibration"])
+        self.planned = with_file(self.source, planned, self.goal)
 
     def compress_blocks(self) -> None:
         """Compress one block after the other; a finished one of an earlier run is read back."""
@@ -309,9 +315,7 @@ class CompressionRun:
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
         if self.goal:
-            dtype = self.goal.dtype
-            size = planned_size(source, the_plan, dtype) if dtype else the_plan.bytes_after
-            description["goal"] = self.goal.outcome(size, found)
+            description["goal"] = self.goal.outcome(the_plan, found)
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}

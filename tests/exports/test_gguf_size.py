@@ -64,6 +64,9 @@ def test_a_file_of_one_width_for_all_has_these_bytes_too(tmp_path, family, dtype
         folder = tmp_path / str(asked)
         goal = sized(source, asked, dtype, output=folder).record["goal"]
         assert goal["got"] == wanted
+        planned = rankfold.plan(source, target_size=f"{asked}:{dtype}", method="modegpt")
+        assert planned.file == {"dtype": dtype, "bytes": wanted} == planned.to_dict()["file"]
+        assert [f"GGUF file in {dtype}", "", size_text(wanted)] in [list(row) for row in planned._sizes()]
     how = BRIEF if dtype in ROUNDED else {}
     rankfold.export(folder, tmp_path / "x.gguf", "gguf", dtype=dtype, **how)
     assert (tmp_path / "x.gguf").stat().st_size == wanted

@@ -108,15 +108,15 @@ class Request:
         from ..compression.duration import timed
         from ..quality import method_to_keep
 
-        plans, store = [], self.stored()
+        plans, store, goal = [], self.stored(), self.goal()
         for source, method, text in self.open(methods):
             tokens = None if store else text.load(source)
             if self.keep_quality is not None:
                 method = method_to_keep(source, method, self.keep_quality, tokens, store)
             if tokens is None:
-                plans.append(pipeline.plan(source, method, moments=store))
+                plans.append(pipeline.plan(source, method, moments=store, goal=goal))
                 continue
-            the_plan = pipeline.plan(source, method, tokens, moments=_predicting(source, method, tokens))
+            the_plan = pipeline.plan(source, method, tokens, moments=_predicting(source, method, tokens), goal=goal)
             plans.append(timed(the_plan, source, tokens.describe(), mode))
         return plans
 

@@ -1,10 +1,13 @@
 """How large the file of ``gguf-deci`` will be of a model whose MLPs are to be narrower, before anything is written."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedTokenizerBase
 
 from .._utils.extras import require
 from ..errors import OptionError, UnsupportedModelError, option
 from ..models.dense_model import DenseModel
+from ..report.goal import Goal
 from ..report.plan import Plan
 from .deci import narrowed_form
 from .form import StockModel, plain
@@ -50,8 +53,11 @@ def bytes_of(source: DenseModel, widths: list[int], dtype: str) -> tuple[int, in
     return file_size(Layout(source, narrowed_form(source, widths), dtype, source.name))
 
 
-def planned_size(source: DenseModel, plan: Plan, dtype: str) -> int:
-    """Return the bytes of the file of what a plan leaves."""
+def with_file(source: DenseModel, plan: Plan, goal: Goal | None) -> Plan:
+    """Return a plan with the size of the GGUF file of what it leaves, where one was asked for."""
+    if goal is None or goal.dtype is None:
+        return plan
     full = [view.mlp.hidden for view in source.meta_blocks()]
     chosen = {row.block: row.rank for row in plan.modules}
-    return sum(bytes_of(source, [chosen.get(block, width) for block, width in enumerate(full)], dtype))
+    size = sum(bytes_of(source, [chosen.get(block, width) for block, width in enumerate(full)], goal.dtype))
+    return replace(plan, file={"dtype": goal.dtype, "bytes": size})

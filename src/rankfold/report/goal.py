@@ -7,6 +7,7 @@ from typing import Any
 from .._utils.schema import NUMBER, Maybe
 from .._utils.sizes import parse_size, size_text
 from ..errors import OptionError, check_choice, option
+from .plan import Plan
 
 GGUF_DTYPES = ("float32", "bfloat16", "float16", "q8_0", "q5_0", "q4_0")  # of a GGUF file
 RUNS = [{"sparsity": NUMBER, "got": NUMBER}]
@@ -42,14 +43,17 @@ class Goal:
     earlier_runs: tuple[dict[str, float], ...] = ()
     dtype: str | None = None
 
-    def outcome(self, size: int, held_out: Mapping[str, Any] | None) -> dict[str, Any]:
+    def outcome(self, plan: Plan, held_out: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what the record says of it.
 
         Args:
-            size: bytes of what it asks for.
+            plan: of the run.
             held_out: what was measured on held-out samples.
         """
-        got = kept_quality(held_out or {}) if self.option == "keep_quality" else size
+        if self.option == "keep_quality":
+            got = kept_quality(held_out or {})
+        else:
+            got = plan.file["bytes"] if plan.file else plan.bytes_after
         return {
             "option": self.option,
             "asked": self.asked,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._utils.present import present
-from .._utils.sizes import duration
+from .._utils.sizes import duration, size_text
 from ..errors import option
 from .outcomes import change_text, size_rows
 
@@ -59,6 +59,7 @@ class Plan:
     # Of a plan for accelerators that are not here: gpu, gpus, memory_bytes, num_samples, max_length,
     # rates_are_measured, allocation (that chose the ranks) and advice (where it does not fit).
     hardware: dict[str, Any] | None = None
+    file: dict[str, Any] | None = None  # the GGUF file of which a size was asked for: dtype, bytes
 
     @property
     def sparsity(self) -> float:
@@ -72,8 +73,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold of it."""
         value = asdict(self)
-        if self.hardware is None:  # as in records of runs, which are planned for the device they run on
-            del value["hardware"]
+        for rare in ("hardware", "file"):  # runs are planned for the device they run on, and mostly for no file
+            if value[rare] is None:
+                del value[rare]
         return value | {"sparsity": self.sparsity, "modules": [*value["modules"]]}
 
     def table(self) -> "Table":
@@ -158,6 +160,8 @@ class Plan:
             yield "MiB of weights that a token meets", *change_text(*in_bytes, 2**20)
         if self.source_bytes:
             yield "MiB on disk", *change_text(self.source_bytes, self.bytes_after, 2**20)
+        if self.file:
+            yield f"GGUF file in {self.file['dtype']}", "", size_text(self.file["bytes"])
         yield cache
 
     def _costs(self) -> Iterator[tuple[str, str]]:
