@@ -72,8 +72,6 @@ def _check(method: Method, goal: Goal) -> None:
         other = f"budget {method.budget}"
     elif method.own_sparsities:
         other = "sparsities of single modules"
-    elif goal.dtype and method.target not in ("transformers", ENGINE):
-        other = f"target {method.target}"
     if other:
         raise OptionError(
             f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
@@ -118,17 +116,23 @@ def _of_file(source: DenseModel, method: Method, goal: Goal, dtype: str) -> Meth
 
 def _for_file(source: DenseModel, method: Method, dtype: str) -> Method:
     """Return a method that makes MLPs narrower and nothing else, all alike where the file has one width for all."""
-    counted: dict[str, Any] = {"scope": "model", "budget": Parameters()}
-    if not is_one_width(source):
-        return replace(method, **counted, target=ENGINE)
-    if method.allocation not in (Uniform(), type(method)().allocation):
+    alike, other = is_one_width(source), None
+    target = "stock" if alike else ENGINE
+    if method.target not in ("transformers", target):
+        other = f"target {method.target}"
+    elif alike and method.allocation not in (Uniform(), type(method)().allocation):
+        other = f"allocation {method.allocation}"
+    if other:
+        widths = "one width" if alike else "a width of its own"
         raise OptionError(
-            f"a GGUF file of {source.name} has one width for all MLPs, so allocation {method.allocation} would have no "
-            "effect; leave it out"
+            f"a GGUF file of {source.name} has {widths} for every MLP, which takes target {target}"
+            f"{' and allocation uniform' if alike else ''}, so {other} would have no effect; leave it out"
         )
-    step = math.lcm(method.describe()["rank_multiple"], BLOCK if dtype in FORMATS else 1)
-    alike: dict[str, Any] = {"target": "stock", "allocation": Uniform(), "rank_multiple": step}
-    return replace(method, **counted, **alike)
+    changes: dict[str, Any] = {"scope": "model", "budget": Parameters(), "target": target}
+    if alike:
+        step = math.lcm(method.describe()["rank_multiple"], BLOCK if dtype in FORMATS else 1)
+        changes |= {"allocation": Uniform(), "rank_multiple": step}
+    return replace(method, **changes)
 
 
 def _reachable(source: DenseModel, method: Method, goal: Goal, dense: int, *, sparsity: float, **changes) -> Method:

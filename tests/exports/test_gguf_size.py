@@ -38,6 +38,10 @@ def sized(source, size, dtype, **options):
     return rankfold.compress(source, target_size=f"{size}:{dtype}", **options)
 
 
+def options_of(record):
+    return {key: value for key, value in record["plan"]["method"].items() if key != "method"}
+
+
 @pytest.mark.parametrize("dtype", GGUF_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_file_has_the_bytes_that_the_record_says_and_no_more_than_was_asked_for(tmp_path, shape, dtype):
@@ -62,9 +66,10 @@ def test_a_file_of_one_width_for_all_has_these_bytes_too(tmp_path, family, dtype
     sizes = [sum(bytes_of(source, [192 - step * taken] * 3, dtype)) for taken in (2, 3)]
     for asked, wanted in ((sizes[0], sizes[0]), (sizes[0] - 1, sizes[1])):
         folder = tmp_path / str(asked)
-        goal = sized(source, asked, dtype, output=folder).record["goal"]
-        assert goal["got"] == wanted
-        planned = rankfold.plan(source, target_size=f"{asked}:{dtype}", method="modegpt")
+        record = sized(source, asked, dtype, output=folder).record
+        assert record["goal"]["got"] == wanted
+        method = rankfold.make_method(record["method"], **options_of(record))  # as --config repeats it
+        planned = rankfold.plan(source, target_size=f"{asked}:{dtype}", method=method)
         assert planned.file == {"dtype": dtype, "bytes": wanted} == planned.to_dict()["file"]
         assert [f"GGUF file in {dtype}", "", size_text(wanted)] in [list(row) for row in planned._sizes()]
     how = BRIEF if dtype in ROUNDED else {}
@@ -111,7 +116,7 @@ def test_the_dtypes_are_those_of_an_export():
         ({}, ":q4_0", {}, "target_size takes a size above 0, such as 400MB"),
         ({}, "90kB:q4_0", {"method": "svd-llm"}, "that of a file for llama.cpp, and method svd-llm does not"),
         ({}, "90kB:q4_0", {"head_dim": 8}, "method modegpt changes qk, vo; give a size without a dtype"),
-        ({}, "90kB:q4_0", {"target": "vllm"}, "so target vllm would have no effect; leave one of them out"),
+        ({}, "90kB:q4_0", {"target": "vllm"}, "target llama.cpp, so target vllm would have no effect; leave it out"),
         ({}, "90kB:q4_0", {"gpu": "80GB"}, "a GGUF file holds a tokenizer of transformers, and model has none"),
         ({"family": "olmo2"}, "90kB:q4_0", {}, "gemma3_text, got olmo2; give target_size without a dtype"),
         (
@@ -120,7 +125,12 @@ def test_the_dtypes_are_those_of_an_export():
             {},
             "no GGUF file of model to size: llama.cpp's qwen3 has no biases, which this model has; give target_size",
         ),
-        ({"family": "qwen3"}, "90kB:q4_0", {"allocation": "owl"}, "one width for all MLPs, so allocation owl.* would"),
+        (
+            {"family": "qwen3"},
+            "90kB:q4_0",
+            {"allocation": "owl"},
+            "takes target stock and allocation uniform, so allocation owl.* would",
+        ),
         ({"family": "qwen3"}, "10kB:q4_0", {}, "cannot be reached: with the narrowest MLPs"),
     ],
 )
