@@ -2,7 +2,8 @@
 
 All of it runs in llama.cpp, by its own tools (`llama_tools.py` builds them): files are quantised by `llama-quantize`
 with or without an importance matrix, or by `rankfold export`; perplexity is that of `llama-perplexity`, speed that of
-`llama-bench`. Ranks are those of `--target llama.cpp`. A killed run goes on with the file at which it was.
+`llama-bench`. Ranks are those of `--target llama.cpp`, or `stock` where files of the family have one width for all
+MLPs. A killed run goes on with the file at which it was.
 
     python benchmarks/same_bytes.py
     python benchmarks/same_bytes.py --model $RANKFOLD_MODELS/stories260K --windows 4 --rounds 0  # seconds; no speeds
@@ -19,6 +20,7 @@ import common
 import llama_tools
 import rankfold
 from rankfold.data.text import read_text
+from rankfold.exports.gguf_size import is_one_width
 
 DENSE = "dense"
 OURS = {"Q5_0 by rankfold": "q5_0", "Q4_0 by rankfold": "q4_0"}
@@ -30,7 +32,8 @@ LONGEST = 8  # characters of a token, on average
 CALIBRATION = "text/wikitext2-valid.tokens"
 TEXTS = {"WikiText-2": "text/wikitext2-test.tokens", "C4": "calibration/c4_demo.jsonl"}
 DEFINITIONS = {
-    "model": "dense, or compressed by the default method with `--target llama.cpp` at a sparsity; as gguf-deci",
+    "model": "dense, or compressed by the default method at a sparsity, with `--target llama.cpp`, as gguf-deci; with "
+    "`--target stock`, as gguf, where files of the family have one width for all MLPs",
     "format": "by rankfold: rounded for the calibration samples by `rankfold export`; others by llama-quantize, by "
     f"imatrix with an importance matrix of {IMATRIX_WINDOWS} windows of the calibration text",
     "bytes": "of the file",
@@ -97,7 +100,10 @@ class Files:
         """Return a model as a checkpoint."""
         folder = self.place / f"model-{sparsity}"
         if sparsity and not (folder / "rankfold.json").exists():  # written last
-            method = rankfold.make_method("rankfold", sparsity=sparsity, target="llama.cpp")
+            how = {"target": "llama.cpp"}
+            if is_one_width(self.source):
+                how = {"target": "stock", "allocation": "uniform", "rank_multiple": 32}
+            method = rankfold.make_method("rankfold", sparsity=sparsity, **how)
             rankfold.compress(self.source, method=method, calibration=self.tokens, output=folder)
         elif not sparsity and not folder.exists():
             rankfold.save(self.source.whole_model(), folder, self.source.tokenizer)
@@ -111,7 +117,8 @@ class Files:
         return file
 
     def _export(self, sparsity: float, file: Path, **how) -> None:
-        rankfold.export(self.folder(sparsity), file, "gguf-deci" if sparsity else "gguf", **how)
+        form = "gguf-deci" if sparsity and not is_one_width(self.source) else "gguf"
+        rankfold.export(self.folder(sparsity), file, form, **how)
 
     def quantised(self, sparsity: float, form: str) -> tuple[Path, int]:
         """Return a model in a format, and how many of its matrices fall back to another one."""
