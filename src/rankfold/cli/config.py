@@ -213,8 +213,8 @@ def _of_comparison(identity: Settings) -> Settings:
 
 def _limit(measures: list[Settings]) -> int | None:
     """Return the limit that was given; of a text a protocol may have a smaller one of its own."""
-    limits = [measure.get("limit") for measure in measures]
-    return None if None in limits else max(limits)
+    limits: list[int] = [limit for measure in measures if (limit := measure.get("limit"))]
+    return max(limits) if len(limits) == len(measures) else None
 
 
 def _of_base(facts: Settings) -> Settings:
