@@ -248,7 +248,8 @@ def test_one_file_under_two_names_is_refused(texts):
         load_calibration([a, f"./{a}"], source(), num_samples=4, max_length=16)
 
 
-def test_text_of_the_model_itself_goes_with_others(tmp_path):
+@pytest.fixture
+def llama():
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
@@ -258,13 +259,23 @@ def test_text_of_the_model_itself_goes_with_others(tmp_path):
         vocab_size=128,
         max_position_embeddings=32,
     )
-    llama = open_model(LlamaForCausalLM(config), device="cpu", tokenizer=characters)
+    return open_model(LlamaForCausalLM(config), device="cpu", tokenizer=characters)
+
+
+def test_text_of_the_model_itself_goes_with_others(llama, tmp_path):
     (tmp_path / "a.txt").write_text("abcdefgh" * 100)
     tokens = load_calibration(["self", str(tmp_path / "a.txt")], llama, num_samples=8, max_length=12)
-    own = tokens.ids[tokens.ids[:, 0] == config.bos_token_id]
+    own = tokens.ids[tokens.ids[:, 0] == llama.config.bos_token_id]
     assert torch.equal(own, load_calibration("self", llama, num_samples=4, max_length=12).ids)
     assert [part["source"] for part in tokens.describe()["texts"]] == ["self", "a.txt"]
     assert tokens.describe()["texts"][0]["draw"] == "sampled"
+
+
+def test_text_of_the_model_itself_is_only_fitted_where_few_samples_are_held_out(llama, texts):
+    shares = dict.fromkeys(texts(a=2000, b=2000, c=2000), 0.3) | {"self": 0.1}
+    tokens = load_calibration(shares, llama, num_samples=8, max_length=12)
+    counts = {part.name: (part.num_samples, part.held_out) for part in tokens.texts}
+    assert counts["self"] == (1, 0) and sum(held_out for _, held_out in counts.values()) == len(tokens.held_out) < 4
 
 
 def test_a_named_mixture_stands_for_its_texts(texts, monkeypatch):

@@ -206,7 +206,8 @@ def _sampled(model, source, samples: int, count: int, length: int, seed: int) ->
         start = source.tokenizer.eos_token_id
     generator = torch.Generator(device=source.device).manual_seed(seed)
     at_once, batches = max(1, WRITTEN_AT_ONCE // length), []
-    for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(at_once)]:
+    parts = [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(at_once)]
+    for rows in filter(None, parts):  # of nothing there is one part, of none
         ids = torch.full((rows, 1), start, dtype=torch.long, device=source.device)
         cache, step = cache_for(model), ids
         while ids.shape[1] < length:
