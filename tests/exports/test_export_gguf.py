@@ -327,6 +327,7 @@ def test_a_gemma_is_written_with_its_norms_and_windows(dtype, tmp_path):
     text = {"calibration": tokens()} if dtype == "q4_0" else {}
     rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf", dtype=dtype, **text)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert settings(tmp_path / "x.gguf")["gemma3.context_length"] == 128  # and not that of a window
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
     for name, norm in (("blk.3.attn_q_norm", "layers.3.self_attn.q_norm"), ("output_norm", "norm")):
         scale = 1 + dense.model.get_submodule(norm).weight.detach()
@@ -354,6 +355,14 @@ def test_what_llama_cpp_lacks_of_a_gemma_is_refused(options, message, tmp_path):
         rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf")
     with pytest.raises(UnsupportedModelError, match="takes a model type out of llama, mistral, qwen2, got gemma3_text"):
         rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf-deci")
+
+
+def test_a_tokenizer_that_splits_at_spaces_it_has_replaced_is_sentencepieces(tmp_path):
+    save_tiny(tmp_path / "model", blocks=2)
+    save_tokenizer_over_characters(tmp_path / "model", splits=True)
+    rankfold.export(tmp_path / "model", tmp_path / "x.gguf", "gguf")
+    found = settings(tmp_path / "x.gguf")
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.add_space_prefix"]) == ("llama", False)
 
 
 def test_a_gemma_of_62_blocks_divides_scores_as_the_one_of_27b_does(tmp_path):
