@@ -102,7 +102,7 @@ class Stream:
         return replace(self, hidden=self.hidden.copy(), calls=[_own(calls) for calls in self.calls], mixed=None)
 
     def move(self, batch: int, block: int, output: Tensor) -> None:
-        """Put a batch behind a block that made this of it."""
+        """Put a batch after a block that made this of it."""
         added = self.calls[batch][block].added
         self.hidden[batch] = output if added is None else output + added.to(output.dtype)
 
