@@ -4,6 +4,8 @@ from pathlib import Path
 
 Curves = dict[str, list[tuple[float, float]]]  # name -> points
 
+LOST = 100  # times the best perplexity of a picture
+
 
 def picture(
     folder: Path | None, file: str, title: str, curves: Curves, *, x: str, y: str, dense: float | None = None
@@ -32,8 +34,11 @@ def by_sparsity(rows: list[dict], *, at=lambda row: row["sparsity"], value=lambd
 
 
 def lowest(curves: Curves, count: int = 8) -> Curves:
-    """Return the curves that end lowest: more cannot be told apart."""
-    return dict(sorted(curves.items(), key=lambda curve: curve[1][-1][1])[:count])
+    """Return the curves that end lowest: more cannot be told apart, nor these beside one that is lost from the first
+    point on."""
+    best = min((value for points in curves.values() for _, value in points), default=0.0)
+    seen = {name: points for name, points in curves.items() if points[0][1] < LOST * best}
+    return dict(sorted(seen.items(), key=lambda curve: curve[1][-1][1])[:count])
 
 
 def _drawn(file: str, title: str, curves: Curves, x: str, y: str, dense: float | None) -> bytes:
