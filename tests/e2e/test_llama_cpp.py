@@ -107,7 +107,7 @@ def test_llama_cpp_writes_the_same_tokens_of_a_recovered_model(tmp_path):
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
     rankfold.compress(tmp_path / "model", method=method, calibration=text, output=tmp_path / "small", **SHORT)
     better = tmp_path / "better"
-    how = {"tune": "all", "tokens": 4096, "lr": 3e-3, "max_length": 32}
+    how = {"tune": "all", "tokens": 8192, "batch_tokens": 256, "lr": 1e-3, "max_length": 32}  # gains in bf16 too
     result = rankfold.recover(tmp_path / "small", tmp_path / "model", calibration=text, output=better, **how)
     assert result.record["recovery"]["recovered"]
     assert not torch.equal(*(rankfold.load(f, device="cpu").model.norm.weight for f in (better, tmp_path / "small")))
