@@ -114,14 +114,17 @@ def test_llama_cpp_writes_the_same_tokens_of_a_recovered_model(tmp_path):
     assert_export_writes_the_same(better, "gguf-deci", tmp_path / "x.gguf")
 
 
+@torch.no_grad()
 def assert_export_writes_the_same(small, kind, file):
+    """Every token is the best one in transformers too, or as good as it: llama.cpp caches keys and values in fp16."""
     rankfold.export(small, file, kind, dtype="float32")
     ids, written = in_llama_cpp(file, 24)
     tokenizer, model = load_tokenizer(small), rankfold.load(small, device="cpu")
     assert ids == [tokenizer(text).input_ids for text in TEXTS]
-    greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     for prompt, found in zip(ids, written, strict=True):
-        given = torch.tensor([prompt])
-        whole = model.generate(given, attention_mask=torch.ones_like(given), **greedy)[0, len(prompt) :].tolist()
-        found, whole = ([token for token in row if token != tokenizer.eos_token_id] for row in (found, whole))
-        assert found == whole and len(found) > 1
+        found = [token for token in found if token != tokenizer.eos_token_id]
+        assert len(found) > 1
+        found += [tokenizer.eos_token_id] if len(found) < 24 else []
+        logits = model(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(found)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() < 0.01
