@@ -71,6 +71,7 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "80MB:q4_0": "90kB:float16",  # of which the tiny MLP is whole blocks
     "--budget latency": "--budget flops:context=64",
     "mixture=0.7": "python-source=0.7",
+    "mixture=0.8": "text.txt=0.8",
 }
 
 
