@@ -1,4 +1,5 @@
-"""Several processes that share a compression: how much faster they are than one, and whether they write the same bytes.
+"""Several processes that share a compression or an evaluation: how much faster they are than one, and whether they come
+to the same bytes.
 
 Runs of one process and of several take turns; ratios are formed within a round. Every process has one thread, so take
 no more processes than the machine has cores, and leave it alone meanwhile.
@@ -7,6 +8,7 @@ no more processes than the machine has cores, and leave it alone meanwhile.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import statistics
@@ -20,17 +22,19 @@ import common
 from rankfold._utils.hardware import in_rounds
 from rankfold.report.record import read_record
 
+EVALUATE = "evaluate"
 DEFINITIONS = {
-    "seconds": "of compress(), by the run's own record, by number of processes; median over rounds",
+    "seconds": "by number of processes: of compress(), by the run's own record; of all forwards and losses of "
+    "evaluate, without loading the model; median over rounds",
     "ratio": "seconds of one process over those of several within a round; median over rounds, and [min, max]",
-    "same": "whether the SHA-256 of all files of weights is the same in all runs",
+    "same": "whether the SHA-256 of all files of weights, or of the perplexity, is the same in all runs",
 }
 
 
 def main() -> None:
     parser = common.arguments(__doc__, "processes")
     common.add_model(parser)
-    parser.add_argument("--methods", nargs="+", default=["modegpt", "latentllm", "rankfold"])
+    parser.add_argument("--methods", nargs="+", default=["modegpt", "latentllm", "rankfold", EVALUATE])
     parser.add_argument("--sparsity", type=float, default=0.3)
     common.add_windows(parser)
     parser.add_argument("--text", default="pydoc", help="calibration text; the time does not depend on it")
@@ -39,10 +43,12 @@ def main() -> None:
     args = parser.parse_args()
     tokens = {"source": args.text, "samples": args.samples, "length": args.length, "seed": args.seed}
     config = {"model": {"name": Path(common.model_path(args.model)).name}, "sparsity": args.sparsity, "tokens": tokens}
-    config |= {"processes": args.processes, "shards": args.processes, "rounds": args.rounds, "threads": 1}
-    record = common.Record(args.json, config, DEFINITIONS)
+    config |= {"processes": args.processes, "shards": args.processes, "threads": 1}
+    record = common.Record(args.json, config, DEFINITIONS, resume=True)
     for method in args.methods:
-        record.add(method, **compared(method, args))
+        if method in record:
+            continue
+        record.add(method, rounds=args.rounds, **compared(method, args))
         common.say(f"{method}: {record.value['rows'][-1]}")
     common.say(f"wrote {common.shown(str(args.json))}")
 
@@ -51,7 +57,8 @@ def compared(method: str, args) -> dict:
     """Return what the rounds of one method found."""
     sums = set()
     counts = (1, args.processes)
-    calls = {count: partial(seconds, method, count, args, sums) for count in counts}
+    call = evaluated if method == EVALUATE else partial(compressed, method)
+    calls = {count: partial(call, count, args, sums) for count in counts}
     rounds = [*in_rounds(calls, range(args.rounds))]
     ratios = [one[1] / one[args.processes] for one in rounds]
     return {
@@ -63,23 +70,37 @@ def compared(method: str, args) -> dict:
     }
 
 
-def seconds(method: str, count: int, args, sums: set[str]) -> float:
+def compressed(method: str, count: int, args, sums: set[str]) -> float:
     """Compress by the command in ``count`` processes, and add the digest of the weights to ``sums``."""
     place = Path(tempfile.mkdtemp(prefix="rankfold-"))
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
     options = {
         **{"output": place / "small", "method": method, "sparsity": args.sparsity, "calibration": args.text},
         **{"num-samples": args.samples, "max-length": args.length, "seed": args.seed, "shards": args.processes},
     }
-    command = [sys.executable, *start, "-m", "rankfold", "compress", common.model_path(args.model)]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     try:
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        run("compress", count, args, options)
         files = sorted((place / "small").glob("*.safetensors"))
         sums.add(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest())
         return read_record(place / "small")["run"]["seconds"]["total"]
     finally:
         shutil.rmtree(place)
+
+
+def evaluated(count: int, args, sums: set[str]) -> float:
+    """Evaluate by the command in ``count`` processes, and add the digest of the perplexity to ``sums``."""
+    options = {"text": args.text, "limit": args.samples, "max-length": args.length, "dtype": "float32"}
+    found = json.loads(run("evaluate", count, args, options, "--json").splitlines()[-1])
+    sums.add(hashlib.sha256(repr(found["perplexity"]).encode()).hexdigest())
+    return found["windows"] * found["length"] / found["tokens_per_second"]
+
+
+def run(command: str, count: int, args, options: dict, *flags: str) -> str:
+    """Run a command in ``count`` processes of one thread each, and return what it prints."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
+    line = [sys.executable, *start, "-m", "rankfold", command, common.model_path(args.model), *flags]
+    line += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

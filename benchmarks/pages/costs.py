@@ -173,7 +173,7 @@ def processes(record: dict) -> list[str]:
         for row in rows
     ]
     what = f"Sparsity {c['sparsity']}; {windows(c['tokens'])}, {c['shards']} shards; one thread a process."
-    head = ["method", "1 process, s", f"{c['processes']} processes, s", "times faster", "weights"]
+    head = ["method", "1 process, s", f"{c['processes']} processes, s", "times faster", "result"]
     return [what, "", *table(head, body)]
 
 
