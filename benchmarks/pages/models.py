@@ -35,6 +35,12 @@ def samples(record: dict) -> list[str]:
         f"Sparsity {config['sparsity']} and {windows(text)} of `{text['source']}` where a name gives nothing else.",
         "",
     ]
+    return lines + written(record)
+
+
+def written(record: dict) -> list[str]:
+    """Return what every model of a record writes after each of its prompts."""
+    config, lines = record["config"], []
     titles = [*(f"Continue: {prompt}" for prompt in config["prompts"]), *(f"Asked: {q}" for q in config["questions"])]
     for index, title in enumerate(titles):
         lines += [f"### {title}", ""]

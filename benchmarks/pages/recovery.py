@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .models import written
 from .tables import compressed, dense_of, number, table, texts
 
 STUDIES = {
@@ -10,6 +11,7 @@ STUDIES = {
     "sparsity": "What is trained, by sparsity (MoDeGPT, Table 20)",
     "methods": "Methods in equal time (MoDeGPT, Table 21)",
     "tune": "What is trained",
+    "texts": "Trained on what",
     "loss": "Towards what",
     "lr": "Learning rate",
     "rank": "Rank of adapters",
@@ -38,7 +40,7 @@ def recover(record: dict, folder: Path | None) -> list[str]:
         if mine:
             head = ["", "", "tokens seen", "seconds", *names, *asked]
             lines += [f"### {title}", "", *table(head, map(_row, mine), tight=True), ""]
-    return lines
+    return lines + (written(record) if "prompts" in record["config"] else [])
 
 
 def _row(row: dict) -> list[str]:
